@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import anyio
 import anyio.to_thread
 from fastapi import FastAPI
 
@@ -41,7 +42,11 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with anyio.create_task_group() as tasks:
+            if not settings.read_only:
+                tasks.start_soon(_end_silent, stores, min(60.0, settings.session_timeout / 4))
+            yield
+            tasks.cancel_scope.cancel()
         await anyio.to_thread.run_sync(stores.close)
 
     app = FastAPI(
@@ -70,3 +75,10 @@ def create_app(settings: Settings) -> FastAPI:
         app.include_router(write.router, prefix="/v1")
         app.include_router(snapshots.changing, prefix="/v1")
     return app
+
+
+async def _end_silent(stores: Stores, seconds: float) -> None:
+    """Look every so many seconds which sessions are over."""
+    while True:
+        await anyio.sleep(seconds)
+        await anyio.to_thread.run_sync(stores.end_silent)

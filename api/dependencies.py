@@ -13,8 +13,9 @@ from fastapi import Depends, Request
 from expstore.api.bodies import ARROW
 from expstore.api.settings import Settings
 from expstore.api.stores import Served, Stores
+from expstore.buffers.episodes import remote_session
 
-__all__ = ["ARROW_ANSWER", "ARROW_BODY", "Known", "Limits", "Store", "problems"]
+__all__ = ["ARROW_ANSWER", "ARROW_BODY", "Known", "Limits", "Session", "Store", "problems"]
 
 
 def _stores(request: Request) -> Stores:
@@ -27,15 +28,29 @@ def _settings(request: Request) -> Settings:
     return settings
 
 
+def _session(request: Request) -> str | None:
+    """Return the id of the session that a request belongs to; None: it names none.
+
+    Raises:
+        SchemaError: It is no id.
+    """
+    name = request.headers.get("x-session")
+    return None if name is None else remote_session(name).id
+
+
 async def _store(request: Request, name: str) -> Served:
-    stores = _stores(request)
+    stores, session = _stores(request), _session(request)
     known = stores.known(name)
-    return await anyio.to_thread.run_sync(stores.served, name) if known is None else known
+    served = await anyio.to_thread.run_sync(stores.served, name) if known is None else known
+    if session is not None:
+        served.heard.note(session)
+    return served
 
 
 Known = Annotated[Stores, Depends(_stores)]
 Limits = Annotated[Settings, Depends(_settings)]
 Store = Annotated[Served, Depends(_store)]
+Session = Annotated[str | None, Depends(_session)]
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 #: Of routes whose body is rows.

@@ -5,6 +5,8 @@ Used by everything in the package.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +48,9 @@ class Settings:
         error_buffer: By how many samples that may be missed, either way.
         wait_seconds: The longest that a request waits for rows, or for others to sample.
         shutdown_seconds: How long requests may take to end after the server was told to.
+        session_timeout: Seconds without a request or heartbeat after which a client's session ends, counted
+            from the start of the server at the earliest: its open episodes are cut.
+        clock: Seconds on a clock that never goes back, by which sessions are timed.
     """
 
     path: Path
@@ -71,6 +76,8 @@ class Settings:
     error_buffer: float | None = None
     wait_seconds: float = 60.0
     shutdown_seconds: float = 5.0
+    session_timeout: float = 3600.0
+    clock: Callable[[], float] = field(default=time.monotonic, repr=False)
 
     def __post_init__(self) -> None:
         """Look whether the tokens protect what they seem to, and the numbers go together.
@@ -80,6 +87,8 @@ class Settings:
             ValueError: The numbers do not.
         """
         self.limiter()
+        if not self.session_timeout > 0:
+            raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")
         if b"" in (self.token, self.read_token):
             raise StateError("a token is empty", kind="token", hint="leave it out, or give one")
         if self.read_token is not None and self.read_token == self.token:

@@ -20,6 +20,7 @@ from anyio import CapacityLimiter
 import expstore
 from expstore.api.errors import Refusal
 from expstore.api.samplers import Drawers
+from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
@@ -65,6 +66,7 @@ class Served:
         limiter: RateLimiter | None,
     ) -> None:
         self.name, self.path, self.rb = name, path, rb
+        self.heard = Heard(settings.clock, rb.episodes.remote_sessions())
         self._sql: SqlWorker | None = None
         self._sql_lock = threading.Lock()
         self.drawers = Drawers(path, rb, limiter, seconds=settings.sql_seconds)
@@ -116,6 +118,14 @@ class Served:
                 drain = storage.drain if isinstance(storage, SyncedStorage) else None
                 self._sql = SqlWorker(self.path, limits=limits, drain=drain)
             return self._sql
+
+    def end_silent(self) -> None:
+        """End the remote sessions that were not heard of for as long as the settings say."""
+        episodes = self.rb.episodes
+        silent = self.heard.silent(episodes.remote_sessions(), self._settings.session_timeout)
+        if silent:
+            _log.info("store %s: %d sessions were not heard of and are over", self.name, len(silent))
+            episodes.end_session(silent)
 
     def close(self) -> None:
         """Close the store, and what draws from it."""
@@ -232,6 +242,14 @@ class Stores:
     def open_now(self) -> list[Served]:
         """Return the stores that are open."""
         return list(self._open.values())
+
+    def end_silent(self) -> None:
+        """End the sessions of all open stores that were not heard of for long; a failure is logged."""
+        for served in self.open_now():
+            try:
+                served.end_silent()
+            except ExpStoreError as exc:
+                _log.error("store %s: sessions could not be ended: %s", served.name, exc)
 
     def end(self) -> None:
         """Open no more stores, and let what goes on without an end come to one."""

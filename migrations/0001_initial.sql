@@ -4,7 +4,16 @@
 
 CREATE TABLE store (uuid VARCHAR);
 
-CREATE TABLE sources (number BIGINT, name VARCHAR, named BOOLEAN, generation BIGINT);
+-- A session is one writer's life; ended is NULL while it may write.
+CREATE TABLE sources (
+    number BIGINT,
+    name VARCHAR,
+    named BOOLEAN,
+    generation BIGINT,
+    session VARCHAR,
+    started TIMESTAMP,
+    ended TIMESTAMP
+);
 
 CREATE TABLE episode_rows (
     episode_id BIGINT,

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Header, Query, Request
 from pydantic import BaseModel, Field
 
 from expstore.api.bodies import content_type, read_body
-from expstore.api.dependencies import ARROW_BODY, Known, Limits, Store, problems
+from expstore.api.dependencies import ARROW_BODY, Known, Limits, Session, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.rows import checked_ids, taken_rows
 from expstore.api.stores import Served
@@ -106,6 +106,14 @@ _Key = Annotated[
         "nothing. At most 128 bytes."
     ),
 ]
+_SessionId = Annotated[
+    str | None,
+    Header(
+        description="Id of the client's session: one writer's life. Rows of two sessions never share an "
+        "episode. Writes without it share one session per run of the server. 1 to 128 printable ASCII "
+        "characters.",
+    ),
+]
 
 
 @router.post(
@@ -121,10 +129,11 @@ async def extend(
     source: _Source = None,
     wait: _Wait = 0.0,
     idempotency_key: _Key = None,
+    x_session: _SessionId = None,
 ) -> Written:
     """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
     seconds = min(wait, limits.wait_seconds)
-    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key)
+    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key, x_session)
 
 
 @router.post(
@@ -140,18 +149,28 @@ async def add(
     source: _Source = None,
     wait: _Wait = 0.0,
     idempotency_key: _Key = None,
+    x_session: _SessionId = None,
 ) -> Written:
     """Append one row: an Arrow stream, or JSON with a list of one value per column."""
-    return await _written(request, store, 1, source, min(wait, limits.wait_seconds), idempotency_key)
+    seconds = min(wait, limits.wait_seconds)
+    return await _written(request, store, 1, source, seconds, idempotency_key, x_session)
 
 
 async def _written(
-    request: Request, store: Served, rows: int, source: str | None, seconds: float, header: str | None
+    request: Request,
+    store: Served,
+    rows: int,
+    source: str | None,
+    seconds: float,
+    header: str | None,
+    session: str | None,
 ) -> Written:
     """Append the rows of a request: at most so many, within so many seconds."""
     kind, key = content_type(request), _key_of(header)
     body = await read_body(request)
-    written = await store.run_patiently(lambda: _extended(store, kind, body, source, rows, key), seconds)
+    written = await store.run_patiently(
+        lambda: _extended(store, kind, body, source, rows, key, session), seconds
+    )
     request.scope["expstore.rows_in"] = written.count
     return written
 
@@ -171,13 +190,27 @@ def _key_of(header: str | None) -> bytes | None:
 
 
 def _extended(
-    store: Served, kind: str, body: bytearray, source: str | None, rows: int, key: bytes | None
+    store: Served,
+    kind: str,
+    body: bytearray,
+    source: str | None,
+    rows: int,
+    key: bytes | None,
+    session: str | None,
 ) -> Written:
     digest = None if key is None else _digest(kind, body, source)
     data, wishes = taken_rows(store, kind, body, rows=rows)
     ids = store.rb.extend(
-        data, source=source, return_ids=True, idempotency_key=key, digest=digest, **_checked(wishes)
+        data,
+        source=source,
+        session=session,
+        return_ids=True,
+        idempotency_key=key,
+        digest=digest,
+        **_checked(wishes),
     )
+    if session is not None:
+        store.heard.note(session, has_written=True)
     store.drawers.written()
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
@@ -243,3 +276,72 @@ async def flush(store: Store) -> dict[str, str]:
     """Bring everything to the disk: what is acknowledged now survives a power cut."""
     await store.run(store.rb.flush)
     return {"status": "ok"}
+
+
+class Ending(BaseModel):
+    """Which open episodes are to end."""
+
+    model_config = {"extra": "forbid"}
+
+    source: str | None = Field(None, max_length=200, description="Name of the stream; null: all of them.")
+    unnamed: bool = Field(False, description="Without a source: end only the unnamed stream.")
+
+
+class Resuming(BaseModel):
+    """Which episodes to adopt."""
+
+    model_config = {"extra": "forbid"}
+
+    source: str = Field(max_length=200, description="Name of the stream.")
+    check: bool = Field(True, description="Whether the first row of each episode must continue it.")
+
+
+class Resumed(BaseModel):
+    """The adopted episodes."""
+
+    episodes: list[int]
+
+
+@router.post("/stores/{name}/episodes/end", responses=problems(507))
+async def end_episodes(store: Store, session: Session, asked: Ending) -> dict[str, str]:
+    """End open episodes of the session: they become `cut`. Without a session: those of the server's own."""
+    if asked.unnamed and asked.source is not None:
+        raise Refusal(422, "unnamed=true and a source exclude each other", hint="leave one of them out")
+    await store.run(lambda: store.rb.episodes.end_of(session, asked.source, unnamed=asked.unnamed))
+    return {"status": "ok"}
+
+
+@router.post("/stores/{name}/episodes/resume", responses=problems(507))
+async def resume_episodes(store: Store, session: Session, asked: Resuming) -> Resumed:
+    """Adopt the open episodes of the newest ended session that wrote to a source of this name."""
+    episodes = store.rb.episodes
+    found = await store.run(lambda: episodes.resume(asked.source, check=asked.check, session=session))
+    if session is not None:
+        store.heard.note(session, has_written=True)
+    return Resumed(episodes=found.tolist())
+
+
+@router.post("/stores/{name}/session", responses=problems())
+async def keep_session(store: Store, session: Session) -> dict[str, str]:
+    """Tell the server that the client of the session in the header X-Session is still there."""
+    _named(session)
+    return {"status": "ok"}
+
+
+@router.post("/stores/{name}/session/end", responses=problems(507))
+async def end_session(store: Store, session: Session) -> dict[str, str]:
+    """End the session of the header X-Session: its open episodes become `cut`. Later rows open it again."""
+    name = _named(session)
+    await store.run(lambda: store.rb.episodes.end_session([name]))
+    return {"status": "ok"}
+
+
+def _named(session: str | None) -> str:
+    """Return the session that a request names.
+
+    Raises:
+        Refusal: 422: it names none.
+    """
+    if session is None:
+        raise Refusal(422, "the request names no session", hint="send its id in the header X-Session")
+    return session

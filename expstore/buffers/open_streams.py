@@ -14,6 +14,7 @@ from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.errors import SchemaError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.storages.base import Storage
+from expstore.storages.sessions import end_unnamed
 
 __all__ = ["Tails"]
 
@@ -73,7 +74,7 @@ class Tails:
             if ids.size:
                 places, columns = self._closed(storage, ids)
                 storage.change(ids, places, columns)
-            storage.episodes.leave_streams()
+            end_unnamed(storage)
 
     def _open(self, storage: Storage) -> IntArray:
         """Return the newest rows of the episodes without a name that are not over."""

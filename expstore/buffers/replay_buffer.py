@@ -26,6 +26,7 @@ from expstore.buffers.arguments import (
     refuse,
 )
 from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
+from expstore.buffers.episodes import remote_session
 from expstore.buffers.indexing import ShapingHandle, to_array
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import Turn
@@ -48,6 +49,7 @@ from expstore.storages.base import Storage
 from expstore.storages.engine.backfill import unmoved
 from expstore.storages.indexing import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.sessions import end_episodes
 from expstore.trajectories.search import find_trajectories
 from expstore.transforms import StepView
 from expstore.writers.writers import Writer, default_writer
@@ -166,6 +168,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         validate: Literal["schema", "domain"] = "schema",
         idempotency_key: str | bytes | None = None,
         digest: bytes | None = None,
+        session: str | None = None,
     ) -> torch.Tensor:
         """Append a batch of rows, all of them or none.
 
@@ -183,8 +186,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 rows, time is the dim named "time", else the last, and each place along the others is a stream
                 of its own.
                 Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
-            source: Name of the stream of experience; a named one continues its open episodes after a
-                restart. None: this handle's own.
+            source: Name of the stream of experience, within the session. None: the session's unnamed stream.
+                Rows of two sessions never share an episode: after a restart, the same name begins new
+                episodes, unless `episodes.resume` adopts the former ones.
             return_ids: Return ids, which are never used again, instead of indices.
             episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
                 they are there with the rows or not at all.
@@ -194,6 +198,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
             idempotency_key: What names this write, whoever makes it, and no other one.
             digest: 16 bytes that follow from what is written: a hash of a request's body, say. The same key
                 with another digest is refused. None: the same key is taken to mean the same rows.
+            session: Id of the remote session that writes, as a server names its clients. None: this handle's
+                own session, which ends when the store is closed or opened for writing again. A remote session
+                ends by `episodes.end_session`; rows that come later open it again.
 
         Returns:
             Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
@@ -216,6 +223,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             return self._indices(np.zeros(0, np.int64), flat=return_ids)
         batch.prioritized = self._counts_priorities(update_priority)
         batch.validated = domain
+        batch.session = None if session is None else remote_session(session)
         return self._indices(self._append(batch, source, return_ids, info, key), flat=return_ids)
 
     def _counts_priorities(self, asked: bool | None) -> bool:
@@ -266,6 +274,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             if batch.count == 0:
                 return np.full(0 if kept is None else kept.size, -1)
             steps = reader.read(columns, batch)
+            steps.session = batch.session
             priorities = self._given_priorities(schema, columns) if batch.prioritized else None
             last = storage.last
             ids = self._writer.write(storage, columns, steps, source=source, info=info, **more)
@@ -563,7 +572,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
         """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
 
         Rows that the state holds take the place of those in the storage, as `loads` says; for others the
-        storage must have them. The batch size, and what transforms keep, are the state's.
+        storage must have them. The batch size, and what transforms keep, are the state's. Open episodes end:
+        who wrote them begins anew.
 
         Raises:
             StateError: The state is of another kind of sampler or of other transforms, of a store with
@@ -575,6 +585,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         self._check_state(state_dict)
         self._transform.load_state_dict(state_dict["_transforms"])
         super().load_state_dict(state_dict)
+        end_episodes(self._storage)
         self._batch_size = state_dict["_batch_size"]
 
     def _numbers(self, index: Any) -> Array:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from expstore.buffers.domain_checks import row_text, specs_of
+from expstore.buffers.episodes import Episodes
 from expstore.buffers.retention import Retention, retention_of
 from expstore.core.retention_policy import Retain
 from expstore.episodes.annotations import merge_info, pack_info
@@ -30,6 +31,7 @@ from expstore.storages.engine.delete import GivenUp, RetainingStorage
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
+from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
 from expstore.storages.snapshots.create import dump
 from expstore.storages.state_dict_methods import Hook
@@ -311,6 +313,7 @@ class StoreHandle:
             with contextlib.suppress(StateError):  # poisoned, or a follower
                 self._storage.check_writable()  # after an interruption it reads the journal again
             if self._storage.can_write:
+                end_sessions(self._storage, [self._storage.episodes.session])
                 self._catalog.close()
         finally:
             self._storage.close()
@@ -341,32 +344,15 @@ class StoreHandle:
         """
         return self._catalog.query(query, params)
 
-    def episodes(
-        self,
-        where: str | None = None,
-        order_by: str | None = None,
-        limit: int | None = None,
-        *,
-        params: Sequence[object] | Mapping[str, object] | None = None,
-    ) -> Result:
-        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
-
-        Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
-        info`.
-
-        Args:
-            where: Which ones: an SQL expression over these columns; None: all.
-            order_by: In which order: SQL expressions, as behind ORDER BY; the last is always `episode_id`.
-            limit: At most so many; None: all.
-            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
-
-        Raises:
-            QueryError: `where` is not one expression, `order_by` no list of them, or DuckDB refuses them.
+    @property
+    def episodes(self) -> Episodes:
+        """Query episodes by calling it; its methods end open episodes, or adopt those of an earlier session.
 
         Example:
             >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
+            >>> rb.episodes.end("robot-1")
         """
-        return self._catalog.episodes(where, order_by, limit, params)
+        return Episodes(self._storage, self._catalog)
 
     def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
         """Note facts about an episode: open, ended, or with rows that have left.

@@ -69,6 +69,9 @@ def serve(
     samples_per_insert: _Ratio = None,
     error_buffer: _Buffer = None,
     shutdown_seconds: Annotated[float, typer.Option(min=0, help="Requests' time to end.")] = 5.0,
+    session_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds after which a silent client's open episodes are cut.")
+    ] = 3600.0,
     access_log: _Log = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print lines of JSON.")] = False,
 ) -> int:
@@ -81,6 +84,7 @@ def serve(
         hosts=tuple(allow_host or ()), sql=not no_sql, sql_seconds=sql_seconds, max_body=max_body,
         max_rows=max_rows, max_answer=max_answer, concurrency=concurrency, rate=rate, min_size=min_size,
         samples_per_insert=samples_per_insert, error_buffer=error_buffer, shutdown_seconds=shutdown_seconds,
+        session_timeout=session_timeout,
     )  # fmt: skip
     if access_log:
         _log_requests()

@@ -42,12 +42,23 @@ AnyVectorEnv = VectorEnv[Any, Any, Any]
 _FLAGS = ("done", "terminated", "truncated")
 
 
+class EpisodeActs(Protocol):
+    """What the collector needs of `rb.episodes`."""
+
+    def end_stream(self, source: str | None) -> None:
+        """End the open episodes of one stream."""
+
+
 class TransitionSink(Protocol):
     """What a collector writes to: any replay buffer of expstore."""
 
     @property
     def write_count(self) -> int:
         """How many transitions were ever stored; moves exactly when an extend has stored its rows."""
+
+    @property
+    def episodes(self) -> EpisodeActs:
+        """What ends episodes."""
 
     def extend(self, data: TensorDict, *, source: str | None = None) -> Any:
         """Store the rows of `data`, all or none; rows with trajectory id -1 are dropped."""
@@ -226,6 +237,7 @@ class Collector:
         """Reset what the coming step needs reset: everything at first, later the ended lanes."""
         if self._adrift:
             self._observation = self._env.reset(seed=self._seed)[0]
+            self._rb.episodes.end_stream(self._source)  # another collector's, whose trajectory ids come again
             self._seed = None  # seeding again after an interruption would repeat the first episodes
             self._ended = np.zeros_like(self._ended)
             self._fresh = np.ones_like(self._fresh)

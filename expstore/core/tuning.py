@@ -112,3 +112,10 @@ EXCHANGE_BYTES = 64 << 20
 EXCHANGE_VARIABLE_ROWS = 256
 #: Rows of a Parquet file, at most.
 PARQUET_FILE_ROWS = 1 << 20
+
+#: Ended sessions that a store remembers: remote ones, which may return, and the newest of each named source.
+ENDED_SESSIONS = 256
+#: Episodes of one ended session that may be opened again, the newest.
+CUT_EPISODES = 10_000
+#: Seconds between two messages that tell a server that a connection which has written is still open.
+HEARTBEAT_SECONDS = 60.0

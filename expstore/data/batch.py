@@ -28,6 +28,7 @@ from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
+from expstore.episodes.sessions import SessionKey
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
@@ -64,6 +65,7 @@ class Batch:
         kind: The tensorclass of the rows, if they are of one.
         prioritized: Priorities that come with the rows count.
         validated: Their values are held against the specs of the store.
+        session: Who writes them; None: the storage's own session.
     """
 
     keys: list[Key]
@@ -78,6 +80,7 @@ class Batch:
     kind: type | None = None
     prioritized: bool = False
     validated: bool = False
+    session: SessionKey | None = None
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
         """Return key -> (dtype, row shape).

@@ -6,6 +6,7 @@ episode wins. It knows nothing of rows.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -35,8 +36,8 @@ class LogEntry:
         episode: Episode id.
         source: Source number.
         trajectory: The collector's trajectory id, or None.
-        start: First row's time, microseconds since 1970.
-        end: Last row's time.
+        start: First row's time, microseconds since 1970; of a source, when its session started.
+        end: Last row's time; of a source, when its session ended, 0 while that is live.
         ret: Sum of rewards; None: no row had one.
         length: How many rows the episode has had.
         last_id: Id of its last row.
@@ -45,6 +46,7 @@ class LogEntry:
         generation: The writer's.
         text: Info as JSON, or a source's name.
         named: Whether a user chose the source's name.
+        session: Id of the source's session.
     """
 
     episode: int
@@ -60,10 +62,11 @@ class LogEntry:
     generation: int = 0
     text: str = ""
     named: bool = False
+    session: str = ""
 
     def pack(self, size: int = 0) -> bytes:
         """Return the entry as it stands in the file; at least `size` bytes long, a multiple of 8."""
-        text = self.text.encode()
+        text = (self.text if self.episode else json.dumps([self.text, self.session])).encode()
         text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
         flags |= _NO_RETURN if self.ret is None else 0
@@ -113,6 +116,9 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         return None
     if google_crc32c.value(data[at + 8 : stop]) != crc:
         return None
+    text, session = data[at + _ENTRY.size : stop].decode().rstrip("\0"), ""
+    if not episode:
+        text, session = json.loads(text)
     entry = LogEntry(
         episode=episode,
         source=source,
@@ -125,8 +131,9 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
         status=status,
         sequence=sequence,
         generation=generation,
-        text=data[at + _ENTRY.size : stop].decode().rstrip("\0"),
+        text=text,
         named=bool(flags & _NAMED),
+        session=session,
     )
     return entry, stop
 

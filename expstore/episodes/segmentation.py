@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
 from expstore.episodes.fragments import cut_uneven
+from expstore.episodes.sessions import SessionKey
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Schema
 
@@ -35,6 +36,10 @@ __all__ = [
 #: How an episode stands after a row.
 OPEN, TERMINATED, TRUNCATED, CUT = range(4)
 
+#: Of rows of one episode in a batch. LAST: no row of the episode comes any more, whatever its status says.
+#: NO_REWARD: the rows have no reward.
+NEW, HAS_TRAJECTORY, LAST, NO_REWARD = 1, 2, 4, 8
+
 BoolArray = NDArray[np.bool_]
 
 
@@ -51,6 +56,8 @@ class Steps:
         truncated: Rows after which it was stopped from outside.
         starts: Rows that begin an episode whatever came before.
         rewards: What is summed up to the return.
+        session: Who writes them; None: the session of the storage.
+        linked: Whether a row follows the one before it in its episode. Rows that are single facts do not.
     """
 
     count: int
@@ -61,6 +68,8 @@ class Steps:
     truncated: BoolArray | None = None
     starts: BoolArray | None = None
     rewards: Array | None = None
+    session: SessionKey | None = None
+    linked: bool = True
 
 
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)

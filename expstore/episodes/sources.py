@@ -9,7 +9,7 @@ import re
 
 from expstore.errors import SchemaError
 
-__all__ = ["lane_names"]
+__all__ = ["lane_names", "stream_of"]
 
 _LANE = re.compile(r".+//\d+")
 
@@ -36,6 +36,11 @@ def lane_names(source: str | None, handle: str, lanes: int) -> list[str]:
         )
     base = handle if source is None else source
     return [base, *[f"{base}//{lane}" for lane in range(1, lanes)]]
+
+
+def stream_of(name: str) -> str:
+    """Return the name of the stream that a source is a lane of."""
+    return name.rpartition("//")[0] if _LANE.fullmatch(name) else name
 
 
 def _is_name(source: object) -> bool:

@@ -6,22 +6,39 @@ interleaved workers, lanes and restarts come out right. It keeps no rows and tou
 
 from __future__ import annotations
 
+import itertools
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.id_set import Gaps
 from expstore.core.values import IntArray
 from expstore.episodes.annotations import merge_info
 from expstore.episodes.dirty import Touched
 from expstore.episodes.fragments import Fragments, clip, cut_out, find_fragments, last_ids
+from expstore.episodes.joins import BatchJoins, JoinMemory
 from expstore.episodes.log import LogEntry
-from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, Piece, Steps, cut_batch, cut_lane
-from expstore.episodes.sources import lane_names
+from expstore.episodes.segmentation import (
+    CUT,
+    HAS_TRAJECTORY,
+    LAST,
+    NEW,
+    NO_REWARD,
+    OPEN,
+    TERMINATED,
+    TRUNCATED,
+    Piece,
+    Steps,
+    cut_batch,
+    cut_lane,
+)
+from expstore.episodes.sessions import End, NewSource, Resume, Session, SessionKey
+from expstore.episodes.sources import lane_names, stream_of
 
 __all__ = [
     "HAS_TRAJECTORY",
@@ -38,9 +55,6 @@ __all__ = [
 
 #: Status number -> word in SQL.
 STATUS = ("open", "terminated", "truncated", "cut")
-
-#: LAST: no row of the episode comes any more, whatever its status says. NO_REWARD: rows have no reward.
-NEW, HAS_TRAJECTORY, LAST, NO_REWARD = 1, 2, 4, 8
 
 
 class Segment(NamedTuple):
@@ -88,12 +102,14 @@ class Assignment:
     Args:
         segments: The batch cut into runs.
         numbers: Id, episode, step and time of every row. Shape `(4, n)`, C-contiguous.
-        sources: Sources that are new: (number, name, named).
+        sources: Sources that are new.
+        restarted: Names of sources whose first row does not continue the open episode: it begins another one.
     """
 
     segments: list[Segment]
     numbers: IntArray
-    sources: list[tuple[int, str, bool]] = field(default_factory=list)
+    sources: list[NewSource] = field(default_factory=list)
+    restarted: list[str] = field(default_factory=list)
 
     @property
     def episodes(self) -> IntArray:
@@ -154,28 +170,38 @@ class EpisodeTable:
 
     Args:
         generation: This opening's number; unnamed sources carry it in their names.
+        session: Id of the session that writes here, unless a call names another one.
     """
 
-    def __init__(self, *, generation: int = 0) -> None:
+    def __init__(self, *, generation: int = 0, session: str = "") -> None:
         self.generation = generation
+        self.session = SessionKey(session)
+        #: What the next batch of each source is compared with; only a writer keeps it.
+        self.joins = JoinMemory()
         self.fragments = Fragments()
         self.next_episode = 1
         self.next_source = 1
-        self.named: dict[str, int] = {}
-        self._unnamed: dict[str, int] = {}
+        self._sessions: dict[SessionKey, Session] = {}
         self._low = 0  # what the last batch that was numbered could not read any more
         self._open: dict[tuple[int, int | None], Episode] = {}
         self._changed: dict[int, Episode] = {}
         self._faded: set[int] = set()
         self._cut: set[int] = set()  # whose fragments the index is to have anew
-        self._sources: list[LogEntry] = []
+        self._sources: dict[int, LogEntry] = {}
         self.touched = Touched()
         self.kernels: ModuleType | None = None  # compiled loops, once there are some
 
     # -- numbering -------------------------------------------------------------------------------
 
     def assign(
-        self, steps: Steps, *, source: str | None, low: int = 0, first_id: int = 1, time: int = 0
+        self,
+        steps: Steps,
+        *,
+        source: str | None,
+        joins: BatchJoins | None = None,
+        low: int = 0,
+        first_id: int = 1,
+        time: int = 0,
     ) -> Assignment:
         """Decide episode and step of every row of a batch, without changing anything.
 
@@ -183,14 +209,18 @@ class EpisodeTable:
             steps: The batch.
             first_id: Id of its first row.
             time: Of all its rows, microseconds since 1970.
-            source: The user's name for this stream; None: this handle's own.
+            source: The user's name for this stream; None: the session's unnamed stream.
+            joins: Compares the batch with the episodes that it continues; None: nothing is compared.
             low: The newest id that can no longer be read; a truncated episode without any other rows
                 does not go on.
 
         Raises:
-            SchemaError: The source's name is no text that can be kept.
+            SchemaError: The source's name is no text that can be kept; or its first row after `resume` does
+                not continue the episode.
         """
-        numbers, new_sources = self._source_numbers(source, steps.lane_count)
+        numbers, names, new_sources = self._source_numbers(
+            source, steps.lane_count, steps.session or self.session
+        )
         self._low = low
         if steps.count == 1:
             pieces, order = [self._single(steps)], None
@@ -201,10 +231,21 @@ class EpisodeTable:
         segments: list[Segment] = []
         pending: dict[tuple[int, int | None], tuple[int, int, int] | None] = {}
         next_episode = self.next_episode
+        restarted: list[str] = []
         unrewarded = NO_REWARD if steps.rewards is None else 0
-        for lane, trajectory, starts, row, count, stride, status, ret in pieces:
-            key = (numbers[lane], trajectory)
-            known = pending[key] if key in pending else self._continued(key, low)
+        for piece in pieces:
+            lane, trajectory, starts, row, count, stride, status, ret = piece
+            number = numbers[lane]
+            key = (number, trajectory)
+            if key in pending:
+                known = pending[key]
+            else:
+                known = self._continued(key, low)
+                if known is not None and joins is not None and not starts:
+                    last_id = self._open[key].last_id
+                    if not joins.follows(number, known[0], last_id, piece, pieces, name=names[lane]):
+                        restarted.append(names[lane])
+                        known = None
             flags = (HAS_TRAJECTORY if trajectory is not None else 0) | unrewarded
             if known is None or starts:
                 known = (next_episode, 0, OPEN)
@@ -212,12 +253,14 @@ class EpisodeTable:
                 flags |= NEW
             episode, step, _ = known
             segments.append(
-                Segment(episode, trajectory or 0, step, numbers[lane], row, count, stride, ret, status, flags)
+                Segment(episode, trajectory or 0, step, number, row, count, stride, ret, status, flags)
             )
             over = status == TERMINATED or (status == TRUNCATED and trajectory is None)
             pending[key] = None if over else (episode, step + count, status)
+        if joins is not None and self.joins.awaiting:
+            joins.check_adopted(segments, dict(zip(numbers, names, strict=True)))
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
-        return Assignment(segments, numbers_of_rows, new_sources)
+        return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
     def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
         episode = self._open.get(key)
@@ -226,18 +269,27 @@ class EpisodeTable:
         return episode.episode, episode.length, episode.status
 
     def _source_numbers(
-        self, source: str | None, lanes: int
-    ) -> tuple[list[int], list[tuple[int, str, bool]]]:
-        known = self._unnamed if source is None else self.named
+        self, source: str | None, lanes: int, key: SessionKey
+    ) -> tuple[list[int], list[str], list[NewSource]]:
+        """Return the number and the name of each lane's source, and the sources that are new."""
+        session = self._sessions.get(key)
+        known: Mapping[str, int] = {}
+        if session is not None:
+            known = session.unnamed if source is None else session.named
+        handle = f"@{key.id[:8]}" if key.remote else f"@{self.generation}"
+        first = handle if source is None else source
+        names = [first]
+        if lanes > 1 or first not in known:
+            names = lane_names(source, handle, lanes)
         numbers: list[int] = []
-        new: list[tuple[int, str, bool]] = []
-        for name in lane_names(source, f"@{self.generation}", lanes):
+        new: list[NewSource] = []
+        for name in names:
             number = known.get(name)
             if number is None:
                 number = self.next_source + len(new)
-                new.append((number, name, source is not None))
+                new.append(NewSource(number, name, source is not None, *key))
             numbers.append(number)
-        return numbers, new
+        return numbers, names, new
 
     @staticmethod
     def _single(steps: Steps) -> Piece:
@@ -261,8 +313,8 @@ class EpisodeTable:
 
     def commit(
         self,
-        segments: Iterable[Segment],
-        sources: Iterable[tuple[int, str, bool]],
+        segments: Sequence[Segment],
+        sources: Iterable[NewSource],
         *,
         first_id: int,
         time: int,
@@ -272,14 +324,16 @@ class EpisodeTable:
         """Take over what `assign` decided; return the log entries that it brings.
 
         Args:
-            segments: As assigned.
-            sources: New sources: (number, name, named).
+            segments: As assigned, more than once to be gone through.
+            sources: New sources.
             first_id: Id of the batch's first row.
             time: Of the batch, microseconds since 1970.
             sequence: Of its publish record.
             info: What is noted about its episodes, as JSON text.
         """
-        entries = [self._add_source(*source) for source in sources]
+        entries = [self._add_source(source, time) for source in sources]
+        if self.joins.awaiting or self.joins.required:
+            self.joins.note_rows(segments)
         for segment in segments:
             self._commit_segment(segment, first_id, time, sequence, info, entries)
         if self.fragments.crowded:
@@ -303,14 +357,159 @@ class EpisodeTable:
         changed = self._changed.get(number)
         if changed is not None:
             return changed
-        return next((episode for episode in self._open.values() if episode.episode == number), None)
+        cut = (episode for session in self._sessions.values() for episode in session.cut.values())
+        return next((one for one in itertools.chain(self._open.values(), cut) if one.episode == number), None)
 
-    def _add_source(self, number: int, name: str, named: bool) -> LogEntry:
-        names = self.named if named else self._unnamed
-        names[name] = number
-        self.next_source = max(self.next_source, number + 1)
-        entry = LogEntry(episode=0, source=number, text=name, named=named, generation=self.generation)
-        self._sources.append(entry)
+    # -- sessions --------------------------------------------------------------------------------
+
+    def session_of(self, key: SessionKey) -> Session | None:
+        """Return what is known of a session; None: it has written nothing, or ended long ago."""
+        return self._sessions.get(key)
+
+    def live_sessions(self) -> list[SessionKey]:
+        """Return the sessions that have written and are not over."""
+        return [key for key, session in self._sessions.items() if not session.ended]
+
+    def sources_named(self, source: str, *, session: SessionKey | None = None) -> list[int]:
+        """Return the numbers of a stream's sources, one for each lane.
+
+        Args:
+            source: The name that the user gave.
+            session: Of which session, also if it is over; None: of every live one.
+        """
+        return [
+            number
+            for key, known in self._sessions.items()
+            if session == key or (session is None and not known.ended)
+            for name, number in known.named.items()
+            if stream_of(name) == source
+        ]
+
+    def newest_ended(self, source: str) -> Session | None:
+        """Return the newest ended session that wrote a stream of this name; None if no session did."""
+        found = (one for one in reversed(self._sessions.values()) if one.ended and source in one.named)
+        return next(found, None)
+
+    def resumption(self, session: Session, source: str, *, to: SessionKey, time: int) -> Resume:
+        """Return how a session adopts the episodes of a stream of an ended one; nothing is changed yet.
+
+        Args:
+            session: The ended one.
+            source: Name of the stream, in both.
+            to: The session that adopts them.
+            time: Microseconds since 1970.
+        """
+        lanes = [(name, number) for name, number in session.named.items() if stream_of(name) == source]
+        new = [NewSource(self.next_source + at, name, True, *to) for at, (name, _) in enumerate(lanes)]
+        numbers = tuple(number for _, number in lanes)
+        episodes = tuple(one.episode for (number, _), one in session.cut.items() if number in set(numbers))
+        return Resume(time, session.key, tuple(new), numbers, episodes)
+
+    def apply(self, change: End | Resume, sequence: int) -> list[LogEntry]:
+        """Take over which episodes end, or are opened again; return the log entries that it brings.
+
+        Args:
+            change: What a record says.
+            sequence: Of the record.
+        """
+        return self._end(change, sequence) if isinstance(change, End) else self._resume(change, sequence)
+
+    def end_local(self, time: int, sequence: int) -> list[LogEntry]:
+        """End all local sessions but the table's own, as an opening for writing does; return log entries."""
+        over = [key for key in self.live_sessions() if not key.remote and key != self.session]
+        return self._end(End(time, (), tuple(over)), sequence)
+
+    def end_episodes(self, sequence: int) -> list[LogEntry]:
+        """End all open episodes because all rows go: none is opened again; return the log entries."""
+        for session in self._sessions.values():
+            session.cut.clear()
+        return self._end(End(0, None), sequence)
+
+    def _end(self, end: End, sequence: int) -> list[LogEntry]:
+        sessions = [found for key in end.sessions if (found := self._sessions.get(key)) and not found.ended]
+        owner = {number: session for session in sessions for number in session.numbers()}
+        over = None if end.sources is None else {*end.sources, *owner}
+        single = set(end.episodes)
+        if single:
+            owner |= {number: one for one in self._sessions.values() for number in one.numbers()}
+        entries: list[LogEntry] = []
+        for key, episode in list(self._open.items()):
+            if over is None or episode.source in over or episode.episode in single:
+                del self._open[key]
+                self.joins.forget(episode.episode)
+                if episode.status == OPEN:
+                    episode.status = CUT
+                    entries.append(self._note(episode, sequence))
+                    if (session := owner.get(episode.source)) is not None:
+                        session.cut[key] = episode
+                        if len(session.cut) > tuning.CUT_EPISODES:
+                            del session.cut[next(iter(session.cut))]
+        for session in sessions:
+            self._sessions[session.key] = self._sessions.pop(session.key)  # in the order of their ends
+            session.ended = max(1, end.time)
+            self.joins.forget_sources(session.numbers())
+            entries += [self._note_source(source, session) for source in session.sources()]
+        if sessions:
+            self._forget_sessions()
+        return entries
+
+    def _resume(self, resume: Resume, sequence: int) -> list[LogEntry]:
+        session = self._sessions.get(resume.session)
+        if session is None:
+            return [self._add_source(source, resume.time) for source in resume.sources]
+        if not resume.sources:
+            session.ended = 0
+            entries = [self._note_source(source, session) for source in session.sources()]
+            opened = {number: number for number in session.numbers()}
+        else:
+            entries = [self._add_source(source, resume.time) for source in resume.sources]
+            opened = dict(zip(resume.numbers, (source.number for source in resume.sources), strict=True))
+        wanted = set(resume.episodes)
+        for (number, trajectory), episode in list(session.cut.items()):
+            if episode.episode in wanted:
+                del session.cut[number, trajectory]
+                episode.source, episode.status, episode.fragment = opened[number], OPEN, -1
+                self._open[episode.source, trajectory] = episode
+                entries.append(self._note(episode, sequence))
+        return entries
+
+    def _forget_sessions(self) -> None:
+        """Forget ended sessions that cannot be resumed, and the oldest of the others if they are too many."""
+        ended = [one for one in reversed(self._sessions.values()) if one.ended]
+        seen: set[str] = set()
+        kept = 0
+        for session in ended:
+            newest = set(session.named) - seen
+            seen.update(session.named)
+            if (session.key.remote or newest) and kept < tuning.ENDED_SESSIONS:
+                kept += 1
+                if not session.key.remote:  # only `resume` by name can use it
+                    numbers = set(session.named.values())
+                    session.cut = {key: one for key, one in session.cut.items() if key[0] in numbers}
+            else:
+                del self._sessions[session.key]
+
+    def _add_source(self, source: NewSource, time: int) -> LogEntry:
+        session = self._sessions.get(source.key)
+        if session is None:
+            session = self._sessions[source.key] = Session(source.key, time)
+        names = session.named if source.named else session.unnamed
+        names[source.name] = source.number
+        self.next_source = max(self.next_source, source.number + 1)
+        return self._note_source(source, session)
+
+    def _note_source(self, source: NewSource, session: Session) -> LogEntry:
+        entry = LogEntry(
+            episode=0,
+            source=source.number,
+            start=session.started,
+            end=session.ended,
+            text=source.name,
+            session=source.session,
+            named=source.named,
+            generation=self.generation,
+        )
+        self._sources[source.number] = entry
         return entry
 
     def _commit_segment(
@@ -322,6 +521,8 @@ class EpisodeTable:
             if episode is not None and episode.status == OPEN:
                 episode.status = CUT  # begun anew without an end: a reset by hand
                 entries.append(self._note(episode, sequence))
+            if episode is not None:
+                self.joins.forget(episode.episode)
             # Of an archive the first rows may never have come: steps count what there was.
             episode = Episode(segment.episode, segment.source, key[1], start=time, length=segment.step)
             self._open[key] = episode
@@ -344,6 +545,7 @@ class EpisodeTable:
         over = segment.status == TERMINATED or segment.flags & LAST
         if over or (segment.status == TRUNCATED and key[1] is None):
             del self._open[key]
+            self.joins.ends.pop(episode.episode, None)
 
     def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
@@ -353,27 +555,14 @@ class EpisodeTable:
         self._touch(episode)
         return episode.entry(sequence, self.generation)
 
-    def cut_unnamed(self, sequence: int) -> list[LogEntry]:
-        """End the open episodes of former handles, which nobody can go on with; return their entries."""
-        keep = set(self.named.values())
-        entries = []
-        for key, episode in list(self._open.items()):
-            if episode.source not in keep:
-                del self._open[key]
-                if episode.status == OPEN:
-                    episode.status = CUT
-                    entries.append(self._note(episode, sequence))
-        self._unnamed.clear()
-        return entries
-
     def tails(self) -> list[int]:
-        """Return the newest row of each open episode of this handle's own streams."""
-        own = set(self._unnamed.values())
-        return [one.last_id for one in self._open.values() if one.status == OPEN and one.source in own]
+        """Return the newest row of each open episode of the own session's unnamed streams."""
+        return [one.last_id for one in self.open_of(self.unnamed_sources(self.session))]
 
-    def leave_streams(self) -> None:
-        """Let this handle's own streams go: its next rows are of new ones, and of new episodes."""
-        self._unnamed.clear()
+    def unnamed_sources(self, key: SessionKey) -> list[int]:
+        """Return the numbers of a session's unnamed stream, one for each lane."""
+        session = self._sessions.get(key)
+        return [] if session is None else list(session.unnamed.values())
 
     def evict(self, low: int) -> None:
         """Forget what only rows with ids <= `low` need."""
@@ -383,6 +572,10 @@ class EpisodeTable:
         for key, episode in list(self._open.items()):
             if episode.status == TRUNCATED and episode.last_id <= low:
                 del self._open[key]
+                self.joins.forget(episode.episode)
+        for session in self._sessions.values():
+            if session.cut:
+                session.cut = {key: one for key, one in session.cut.items() if one.last_id > low}
 
     # -- keeping and finding again ---------------------------------------------------------------
 
@@ -391,8 +584,7 @@ class EpisodeTable:
         return {
             "next_episode": self.next_episode,
             "next_source": self.next_source,
-            "named": self.named,
-            "unnamed": self._unnamed,
+            "sessions": [session.to_dict() for session in self._sessions.values()],
             "open": [e.to_dict() for e in self._open.values()],
         }
 
@@ -400,7 +592,12 @@ class EpisodeTable:
         """Take over what `to_base` returned."""
         self.next_episode = int(data["next_episode"])
         self.next_source = int(data["next_source"])
-        self.named, self._unnamed = dict(data["named"]), dict(data["unnamed"])
+        for values in data["sessions"]:
+            key = SessionKey(*values["key"])
+            cut = {(e["source"], e["trajectory"]): Episode(**e) for e in values["cut"]}
+            self._sessions[key] = Session(
+                key, values["started"], values["ended"], dict(values["named"]), dict(values["unnamed"]), cut
+            )
         for values in data["open"]:
             episode = Episode(**values)
             self._open[episode.source, episode.trajectory] = episode
@@ -449,12 +646,22 @@ class EpisodeTable:
         """Return the state of episodes that are not in the log in their present state."""
         return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
 
+    def has_open(self, sources: Collection[int] | None) -> bool:
+        """Return whether an episode of some sources, or of any if None, may still get rows."""
+        if sources is None:
+            return bool(self._open)
+        return any(episode.source in sources for episode in self._open.values())
+
+    def open_of(self, sources: Collection[int]) -> list[Episode]:
+        """Return the open episodes of some sources, by their numbers."""
+        return [one for one in self._open.values() if one.status == OPEN and one.source in sources]
+
     def changes(self, low: int) -> tuple[list[LogEntry], list[LogEntry], IntArray]:
         """Return sources and episodes changed since `settle`, and the episodes whose live rows changed."""
         clipped = self.fragments.rows[0, self.fragments.rows[3] <= low]
         touched = self._faded.union(self._changed, clipped.tolist())
         episodes = [episode.entry(0, self.generation) for episode in self._changed.values()]
-        return list(self._sources), episodes, np.fromiter(touched, np.int64)
+        return list(self._sources.values()), episodes, np.fromiter(touched, np.int64)
 
     @property
     def cut(self) -> IntArray:

@@ -21,6 +21,7 @@ from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED, RowFacts
+from expstore.episodes.sessions import NewSource
 from expstore.episodes.sources import lane_names
 from expstore.episodes.table import HAS_TRAJECTORY, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import ExpStoreError
@@ -269,7 +270,7 @@ class Filler:
             notes=tuple(notes),
         )
 
-    def _source(self, known: Facts, new: list[tuple[int, str, bool]]) -> int:
+    def _source(self, known: Facts, new: list[NewSource]) -> int:
         """Return the number of an episode's source; one that is new is added to the list."""
         name = known.source
         if name is None:
@@ -278,7 +279,7 @@ class Filler:
         number = self._sources.get(key)
         if number is None:
             number = self._sources[key] = self._storage.episodes.next_source + len(new)
-            new.append((number, *key))
+            new.append(NewSource(number, *key, *self._storage.episodes.session))
         return number
 
     def _steps_reader(self) -> Any:

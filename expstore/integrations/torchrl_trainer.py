@@ -186,7 +186,7 @@ class ReplayBufferTrainer:
     def _takes_priorities(self) -> bool:
         """Return whether the buffer is drawn by priorities; asked each time, since samplers may be set."""
         buffer = self.replay_buffer
-        members = [buffer] if isinstance(buffer, ReplayBuffer) else [buffer[n] for n in range(len(buffer))]
+        members = self._members()
         if not any(member.sampler.prioritized for member in members):
             return False
         if not isinstance(buffer, TensorDictReplayBuffer):
@@ -214,7 +214,15 @@ class ReplayBufferTrainer:
                 hint="give what its state_dict() returned",
             )
         self.replay_buffer.load_state_dict(state_dict["replay_buffer"])
+        # Collectors begin anew: their trajectory ids come again.
+        for member in self._members():
+            member.episodes.end()
         self._batches = None
+
+    def _members(self) -> list[ReplayBuffer]:
+        """Return the buffer, or the members of the ensemble."""
+        buffer = self.replay_buffer
+        return [buffer] if isinstance(buffer, ReplayBuffer) else [buffer[n] for n in range(len(buffer))]
 
     def register(self, trainer: Any, name: str = "replay_buffer") -> None:
         """Have a torchrl `Trainer` call the hooks, and save and load the buffer's state with its own.

@@ -62,9 +62,18 @@ def _lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry
     sources = {entry.source for entry in (*kept, *new) if not entry.episode}
     base = past.base["episodes"]
     lost = [
-        LogEntry(episode=0, source=number, text=name, named=named)
-        for names, named in ((base["named"], True), (base["unnamed"], False))
-        for name, number in names.items()
+        LogEntry(
+            episode=0,
+            source=number,
+            start=session["started"],
+            end=session["ended"],
+            text=name,
+            named=named == "named",
+            session=session["key"][0],
+        )
+        for session in base["sessions"]
+        for named in ("named", "unnamed")
+        for name, number in session[named].items()
         if number not in sources
     ]
     fragments = read_fragments(inspection)

@@ -22,11 +22,12 @@ from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
-from expstore.episodes.segmentation import CUT
+from expstore.episodes.sessions import End
 from expstore.errors import LockedError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import same_specs
+from expstore.storages.base import now_us
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage
@@ -263,7 +264,7 @@ class _Run:
             raise StateError(f"{storage.path} has no rows and no fields yet", hint="leave it out")
         numbers, last = storage.episodes.to_base(), former[-1] if former else None
         entries = list(storage.log_entries())
-        entries += [dataclasses.replace(entry, status=CUT) for entry in storage.episodes.open_entries()]
+        entries += storage.episodes.apply(End(now_us(), None, tuple(storage.episodes.live_sessions())), 0)
         run = cls(
             storage=storage,
             name=name,
@@ -336,11 +337,6 @@ class _Run:
                 text=text,
             )
 
-    def named(self) -> dict[str, int]:
-        """Return the sources that a user has named, as they are called in the new store."""
-        known: Mapping[str, int] = self.numbers["named"]
-        return {f"{self.name}/{name}": number + self.source for name, number in known.items()}
-
 
 def _whole_steps(storage: FollowerStorage) -> IntArray:
     """Return the ids of all rows that can be read, but for those of steps that are not whole."""
@@ -380,7 +376,6 @@ class _Joined:
         #: Where each run has its columns, which may be in another order.
         self._places = [[*(run.schema.place(entry.key) for entry in schema.fields), *own] for run in runs]
         self.entries = [entry for run in runs for entry in run.renumbered()]
-        named = {name: number for run in runs for name, number in run.named().items()}
         self.base: dict[str, Any] = {
             "last": self.total,
             "retired": 0,
@@ -393,8 +388,7 @@ class _Joined:
             "episodes": {
                 "next_episode": last.episode + last.episodes + 1,
                 "next_source": last.source + last.numbers["next_source"],
-                "named": named,
-                "unnamed": {},
+                "sessions": [],
                 "open": [],
             },
         }

@@ -478,28 +478,10 @@ class RemoteReplayBuffer(LocalOnly):
             )  # fmt: skip
         return found
 
-    def episodes(
-        self,
-        where: str | None = None,
-        order_by: str | None = None,
-        limit: int | None = None,
-        *,
-        params: Sequence[object] | Mapping[str, object] | None = None,
-    ) -> Result:
-        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
-
-        Args:
-            where: Which ones: an SQL expression over its columns; None: all.
-            order_by: In which order: SQL expressions; the last is always `episode_id`.
-            limit: At most so many; None: all.
-            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
-
-        Raises:
-            QueryError: As `sql`.
-        """
-        from expstore.sql.views import select_episodes
-
-        return self.sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+    @property
+    def episodes(self) -> RemoteEpisodes:
+        """Query episodes by calling it; its methods end open episodes, or adopt those of earlier sessions."""
+        return RemoteEpisodes(self)
 
     def dumps(self, path: None = None) -> Version:
         """Have the server make a version: the store as it is now, complete and closed.
@@ -629,6 +611,77 @@ class RemoteReplayBuffer(LocalOnly):
             raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
         check_batch_size(size)
         return int(size)
+
+
+class RemoteEpisodes:
+    """Ask for episodes by calling it; end those of this connection, or adopt those of an earlier session.
+
+    Args:
+        buffer: The connection's buffer.
+    """
+
+    def __init__(self, buffer: RemoteReplayBuffer) -> None:
+        self._buffer = buffer
+
+    def __call__(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+
+        Args:
+            where: Which ones: an SQL expression over its columns; None: all.
+            order_by: In which order: SQL expressions; the last is always `episode_id`.
+            limit: At most so many; None: all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
+
+        Raises:
+            QueryError: As `sql`.
+        """
+        from expstore.sql.views import select_episodes
+
+        return self._buffer.sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+
+    def end(self, source: str | None = None) -> None:
+        """End open episodes of this connection's session: they become `cut`.
+
+        Truncated ones stay so, and take no more rows.
+
+        Args:
+            source: Name of the stream; None: all of them, the unnamed one too.
+
+        Raises:
+            RemoteError: The server is gone.
+        """
+        self._buffer._json("POST", "episodes/end", {"source": source})
+
+    def end_stream(self, source: str | None) -> None:
+        """End the open episodes of one stream of this connection's session.
+
+        Args:
+            source: As `extend` was given it; None: the unnamed stream.
+        """
+        self._buffer._json("POST", "episodes/end", {"source": source, "unnamed": source is None})
+
+    def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
+        """Adopt the open episodes of the newest ended session that wrote to a source of this name.
+
+        See `Episodes.resume` of a local buffer.
+
+        Args:
+            source: Name of the stream.
+            check: Whether the first row of each episode must continue it.
+
+        Returns:
+            Ids of the adopted episodes. Shape `(n,)`, int64.
+        """
+        self._buffer._connection.begin_session()
+        found = self._buffer._json("POST", "episodes/resume", {"source": source, "check": check})
+        return torch.tensor(found["episodes"], dtype=torch.int64)
 
 
 def _check_rows(data: Any) -> None:

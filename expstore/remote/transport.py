@@ -28,6 +28,7 @@ from urllib.parse import quote, unquote, urlsplit
 import httpx
 
 from expstore import errors
+from expstore.core import tuning
 from expstore.errors import ExpStoreError, RemoteError, StateError
 
 __all__ = ["ARROW", "JSON", "Address", "Answer", "Connection", "Download", "Retries"]
@@ -45,6 +46,8 @@ _CLASSES: Mapping[int, type[ExpStoreError]] = {
     504: errors.QueryError,
     507: errors.StorageError,
 }
+#: So long may telling the server take that a session is over.
+_FAREWELL_SECONDS = 2.0
 #: The server is there and asks to come again.
 _AGAIN = (429, 503)
 #: Of an answer that is an error: more of it is not read.
@@ -206,6 +209,8 @@ class _InProcess:
         self.random = random.Random(seed)
         self.ended = threading.Event()
         self.session, self.numbers = uuid.uuid4().hex, itertools.count(1)
+        self.writes = False  # whether there is a session on the server
+        self.beginning = threading.Lock()
         self.downloads: weakref.WeakSet[Download] = weakref.WeakSet()
 
 
@@ -234,7 +239,7 @@ class Connection:
         self._mine: dict[int, _InProcess] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs."""
+        """Return what a copy needs, which has a session of its own."""
         return self.__dict__ | {"_mine": {}}
 
     @property
@@ -243,9 +248,14 @@ class Connection:
         return self._closed
 
     def close(self) -> None:
-        """Close the sockets of this process; who waits to send something again is woken."""
-        self._closed = True
+        """Close the sockets of this process; who waits to send something again is woken.
+
+        The session of its writes ends: the server is told once, without waiting for one that does not answer.
+        """
         mine = self._mine.get(os.getpid())
+        if mine is not None and not self._closed:
+            self._end_session(mine)
+        self._closed = True
         if mine is not None:
             mine.ended.set()
             mine.client.close()
@@ -291,9 +301,11 @@ class Connection:
             StateError: The connection is closed.
         """
         mine = self._here()
-        headers = self._headers(accept, None if body is None else kind)
+        headers = self._headers(accept, None if body is None else kind) | {"X-Session": mine.session}
         if write:
             headers["Idempotency-Key"] = f"{mine.session}-{next(mine.numbers)}"
+        if write or once:
+            self.begin_session()
         content = json.dumps(body).encode() if body is not None and kind == JSON else body
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
         url = self.address.path(route)
@@ -363,6 +375,37 @@ class Connection:
 
         self._until_answered(f"POST {url}", mine, ask, download.ended)
 
+    def begin_session(self) -> None:
+        """Have the server hear of this process's session from now on, while the connection is open.
+
+        Raises:
+            StateError: The connection is closed.
+        """
+        mine = self._here()
+        with mine.beginning:
+            if mine.writes:
+                return
+            mine.writes = True
+        beat = threading.Thread(
+            target=_beat, args=(weakref.ref(self), mine.ended), name="expstore-heartbeat", daemon=True
+        )
+        beat.start()
+
+    def beat(self) -> None:
+        """Tell the server that the connection is open; what fails is tried again with the next beat."""
+        with contextlib.suppress(ExpStoreError, httpx.HTTPError, RuntimeError):
+            self._tell("session", self.timeout)
+
+    def _end_session(self, mine: _InProcess) -> None:
+        if mine.writes:
+            with contextlib.suppress(ExpStoreError, httpx.HTTPError, RuntimeError):
+                self._tell("session/end", min(self.timeout, _FAREWELL_SECONDS))
+
+    def _tell(self, route: str, timeout: float) -> None:
+        mine = self._here()
+        headers = self._headers(JSON, None) | {"X-Session": mine.session}
+        mine.client.post(self.address.path(route), headers=headers, timeout=timeout)
+
     def pauses(self) -> Iterator[float]:
         """Return pauses to make one after another, each about twice as long as that before."""
         mine, pause = self._here(), self.retries.first
@@ -416,6 +459,16 @@ class Connection:
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         return headers
+
+
+def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
+    """Tell the server every minute that a connection is open, until it is closed or forgotten."""
+    while not ended.wait(tuning.HEARTBEAT_SECONDS):
+        known = connection()
+        if known is None:
+            return
+        known.beat()
+        del known
 
 
 def _refuse(status: int, headers: Any, body: bytes | bytearray) -> NoReturn:

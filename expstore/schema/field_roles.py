@@ -13,7 +13,7 @@ from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import OBJECT, Schema
 
-__all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys"]
+__all__ = ["DONE_REDUCTIONS", "REWARD", "REWARD_REDUCTIONS", "Keys", "find_keys", "find_observations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +124,29 @@ def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:
             f"the fields that end episodes have different numbers of values per row: {found}",
             hint="give done_keys= that have one flag per row, or one for each of the same agents",
         )
+
+
+#: Last parts of the names of fields that are no observations, though they may be stored under `next`, too.
+_NO_OBSERVATIONS = frozenset({"reward", "done", "terminated", "truncated", "is_init", "step_count"})
+
+
+def find_observations(schema: Schema, keys: Keys) -> list[tuple[int, int]]:
+    """Return the places of each observation field and of its next observation.
+
+    Only fields of a fixed size count that are stored both as `name` and as `("next", name)`.
+
+    Args:
+        schema: The fields.
+        keys: Fields that say what a row is to its episode, which are no observations.
+    """
+    roles = {key for name in Keys.__slots__ if (key := getattr(keys, name)) is not None}
+    found = []
+    for place, entry in enumerate(schema.fields):
+        after = ("next", *entry.key)
+        if after not in schema or {entry.key, after} & roles or entry.key[-1] in _NO_OBSERVATIONS:
+            continue
+        other = schema[after]
+        fixed = not (entry.variable or other.variable or OBJECT in (entry.dtype, other.dtype))
+        if fixed and (entry.dtype, entry.shape) == (other.dtype, other.shape):
+            found.append((place, schema.place(after)))
+    return found

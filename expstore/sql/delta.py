@@ -42,7 +42,8 @@ class Delta:
         last_id: The newest id that can be read.
         low_id: Ids up to this one can no longer be read.
         time: When it was made, in microseconds since 1970 (UTC).
-        sources: (number, name, whether the user named it, generation) of each new source.
+        sources: (number, name, whether the user named it, generation, session, when that started, when it
+            ended or None) of each new or changed source.
         episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
             `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
             in microseconds), `has_trajectory`, `has_return` (bool), `return` (float64), `status` (0 open,
@@ -59,7 +60,7 @@ class Delta:
     last_id: int
     low_id: int
     time: int
-    sources: Sequence[tuple[int, str, bool, int]]
+    sources: Sequence[tuple[int, str, bool, int, str, int, int | None]]
     episodes: Mapping[str, Array]
     fragments: Mapping[str, Array]
     live: Mapping[str, Array]
@@ -242,7 +243,15 @@ def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
 
 
 def _source_table(delta: Delta) -> pa.Table:
-    kinds = {"number": pa.int64(), "name": pa.string(), "named": pa.bool_(), "generation": pa.int64()}
+    kinds = {
+        "number": pa.int64(),
+        "name": pa.string(),
+        "named": pa.bool_(),
+        "generation": pa.int64(),
+        "session": pa.string(),
+        "started": pa.timestamp("us"),
+        "ended": pa.timestamp("us"),
+    }
     columns = list(zip(*delta.sources, strict=True)) or [()] * len(kinds)
     return pa.table({name: pa.array(c, kinds[name]) for name, c in zip(kinds, columns, strict=True)})
 

@@ -339,7 +339,9 @@ class Catalog:
             last_id=window.last,
             low_id=window.low,
             time=now_us(),
-            sources=[(s.source, s.text, s.named, s.generation) for s in sources],
+            sources=[
+                (s.source, s.text, s.named, s.generation, s.session, s.start, s.end or None) for s in sources
+            ],
             episodes=_episode_columns(episodes),
             fragments=dict(
                 zip(("episode_id", "first_step", "length", "first_id", "stride"), chosen.copy(), strict=True)

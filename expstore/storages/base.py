@@ -6,8 +6,10 @@ the crash rule (payload first, then the record that publishes it) and stands now
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +29,7 @@ from expstore.core.values import Array, IntArray, Key, Ranking, Window, cut_run,
 from expstore.disk.fair_lock import FairLock
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
+from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.arrow_sizes import row_sizes
@@ -52,6 +55,8 @@ __all__ = ["REWARD", "Keys", "Rows", "Storage", "Watcher", "find_keys", "now_us"
 
 #: Rows of which the sizes are found at once by reading them.
 _SOME_ROWS = 64
+
+_logger = logging.getLogger("expstore")
 
 
 class Watcher(Protocol):
@@ -92,7 +97,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         #: Of who extends; taken before the lock, which brief acts take without.
         self.turn = self.lock_order.ranked("extend", FairLock())
         self.counters = Counters()
-        self.episodes = EpisodeTable()
+        self.episodes = EpisodeTable(session=uuid.uuid4().hex)
         self.runs = Runs(self)
         self.horizon = 0  # newest id whose slot may have been written to
         self.retired = 0  # newest id given up for other reasons than age
@@ -280,6 +285,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         self.upheavals += 1
         self.retired = self.horizon = last
         self._window = Window(last, last)
+        self.episodes.end_episodes(self.counters.extends)
 
     def change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         """Replace fields of readable rows; episodes stay as they are.
@@ -347,11 +353,11 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self._note_ranking(ranking)
             self.ranking = ranking
 
-    def annotate(self, entry: LogEntry) -> None:
-        """Keep what is noted about an episode.
+    def annotate(self, change: LogEntry | End | Resume) -> None:
+        """Keep what is noted about episodes.
 
         Args:
-            entry: The episode as it stands, with its new info.
+            change: An episode as it stands, with its new info; or which episodes end, or are opened again.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.
@@ -361,7 +367,10 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self.check_writable()
             with self.episode_lock:
                 try:
-                    self._annotate(entry)
+                    if isinstance(change, LogEntry):
+                        self._annotate(change)
+                    else:
+                        self._record_episodes(change)
                 except BaseException:
                     self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                     raise
@@ -598,6 +607,10 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
     @abstractmethod
     def _annotate(self, entry: LogEntry) -> None:
         """Record an episode's info, then take it over; the episode lock is held."""
+
+    def _record_episodes(self, change: End | Resume) -> None:
+        """Record which episodes end or are opened again, then take it over; the episode lock is held."""
+        self.episodes.apply(change, self.counters.extends)
 
     @abstractmethod
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:

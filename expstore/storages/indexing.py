@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.core.values import Array, IntArray
+from expstore.episodes.joins import BatchJoins
 from expstore.errors import NoRowError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
+from expstore.storages.sessions import next_observations, observe, reopen_session, warn_of
 
 if TYPE_CHECKING:
     import torch
@@ -331,11 +334,23 @@ def append_rows(
     key: WriteKey | None = None,
 ) -> IntArray:
     """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
+    if steps.session is not None:
+        reopen_session(storage, steps.session)
     first, time = storage.last + 1, now_us()
-    low = storage.window.low
-    assignment = storage.episodes.assign(steps, source=source, low=low, first_id=first, time=time)
+    low, table = storage.window.low, storage.episodes
+    memory = table.joins
+    if memory.schema is not storage.schema:
+        observe(storage)
+    joins = None
+    if memory.pairs and steps.linked:
+        joins = BatchJoins(memory, columns, partial(next_observations, storage))
+    assignment = table.assign(steps, source=source, joins=joins, low=low, first_id=first, time=time)
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
+    if joins is not None:
+        joins.note(assignment.segments)
+    if assignment.sources or assignment.restarted:
+        warn_of(storage, assignment, source, steps.session)
     return rows.ids
 
 

@@ -17,6 +17,7 @@ from expstore.core.draw_state import from_json
 from expstore.core.geometry import round_up
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.log import LogEntry
+from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -155,6 +156,10 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         self._log += self.episodes.annotate(entry, self.counters.extends)
         self.content = (1, self.content[1] + 1)
 
+    def _record_episodes(self, change: End | Resume) -> None:
+        self._log += self.episodes.apply(change, self.counters.extends)
+        self.content = (1, self.content[1] + 1)
+
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
         return iter(self._log)
@@ -167,6 +172,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _forget(self, last: int) -> None:
         with self.episode_lock:
+            self._log += self.episodes.end_episodes(self.counters.extends)
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
         if self.slots is None and self.schema is not None:
@@ -198,7 +204,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 if manifest.schema is not None:
                     self.keys = manifest.find_keys(manifest.schema)
                 self._columns, self.priorities, self.episodes = columns, priorities, table
-                self._log = [*arrival.entries(), *table.cut_unnamed(self.content[1])]
+                self._log = list(arrival.entries())
                 self.content = self.index_floor = (1, self.content[1] + 1)
                 base = arrival.base(self.content)
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
@@ -212,7 +218,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
-        manifest, table = arrival.manifest, EpisodeTable()
+        manifest, table = arrival.manifest, EpisodeTable(session=self.episodes.session.id)
         table.load_base(arrival.base(self.content)["episodes"])
         if manifest.schema is None:
             return [], np.ones(0, np.float32), table

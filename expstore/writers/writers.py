@@ -241,6 +241,11 @@ class ImmutableDatasetWriter(Writer):
         raise self._refusal()
 
 
+def _facts(count: int, steps: Steps) -> Steps:
+    """Return what single facts are: rows without trajectories, of the session of a batch."""
+    return Steps(count, session=steps.session, linked=False)
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """Hold the ranks of a storage's rows, and when they were that."""
@@ -361,13 +366,13 @@ class TensorDictMaxValueWriter(Writer):
         if storage.ranking != self._ranking:
             storage.rank_by(self._ranking)
         if storage.capacity is None:
-            return append_rows(storage, columns, Steps(ranks.size), source=source, info="")
+            return append_rows(storage, columns, _facts(ranks.size, steps), source=source, info="")
         known = self._catch_up(storage, storage.capacity)
         self._known = None  # what fails in between leaves ranks of rows that are not there
         batch = _Batch.place(storage, storage.capacity, known.tree, ranks)
         if batch.appended.size:
             chosen = [pick(column, batch.appended) for column in columns]
-            append_rows(storage, chosen, Steps(batch.appended.size), source=source, info="")
+            append_rows(storage, chosen, _facts(batch.appended.size, steps), source=source, info="")
         if batch.displaced.size:
             storage.replace(batch.displaced, [pick(column, batch.replacing) for column in columns])
         self._known = self._stamp(storage, known.tree)

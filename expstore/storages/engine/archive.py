@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +22,12 @@ from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, RowFacts
+from expstore.episodes.sessions import End, NewSource, Resume, SessionKey
 from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import SchemaError, StateError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import Storage
+from expstore.storages.base import Storage, now_us
 from expstore.storages.batch import Rows
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.process_exit import unregister
@@ -55,6 +56,8 @@ ARCHIVED_ID: Key = ("archived", "id")
 _OF, _PENDING, _AFTER, _GENERATION = "archive_of", "pending", "after", "generation"
 #: The one source of an archive's episodes, which are told apart by their ids.
 _SOURCE = "archive"
+#: Episodes outlive openings of the ring: their session is that of no opening.
+_SESSION = SessionKey("archive", remote=True)
 
 
 class Left:
@@ -211,15 +214,42 @@ class Archive:
             first, count = storage.last + 1, left.ids.size
             ids = np.arange(first, first + count)
             numbers = np.ascontiguousarray(np.stack([ids, left.episodes, left.steps, left.times]))
-            number = storage.episodes.named.get(_SOURCE)
-            new = [] if number is not None else [(storage.episodes.next_source, _SOURCE, True)]
-            source = new[0][0] if number is None else number
+            known = storage.episodes.sources_named(_SOURCE, session=_SESSION)
+            source = known[0] if known else storage.episodes.next_source
+            new = [] if known else [NewSource(source, _SOURCE, True, *_SESSION)]
             segments = _segments(left, first, source, _Facts(left.columns, keys, schema), going, sure)
+            self._reopen({segment.episode for segment in segments})
             segments = self._begun_again(segments)
             assignment = Assignment(segments, numbers, new)
             columns = [*left.columns, left.ids]
             storage.write(Rows(first, count, columns, assignment, int(left.times.max())))
             self.through = int(left.ids[-1])
+
+    def _reopen(self, episodes: set[int]) -> None:
+        """Open episodes again that `end` has ended and that another session of the ring has adopted."""
+        session = self.storage.episodes.session_of(_SESSION)
+        if session is not None:
+            found = [one.episode for one in session.cut.values() if one.episode in episodes]
+            if found or session.ended:
+                self.storage.annotate(Resume(now_us(), _SESSION, episodes=tuple(found)))
+
+    def end(self, still_open: Collection[int], *, before: int) -> None:
+        """End the episodes of which no row comes any more; `turn` is held.
+
+        Args:
+            still_open: Episodes of the ring that are open, or have rows that are not here.
+            before: The ring's next episode. Later ones are of a batch that comes here first.
+
+        Raises:
+            StorageError: The disk failed; none is ended.
+        """
+        storage = self.storage
+        known = [one.episode for one in storage.episodes.open_entries() if one.episode < before]
+        over = [episode for episode in known if episode not in still_open]
+        if over:
+            with storage.lock:
+                storage.check_writable()
+                storage.annotate(End(now_us(), episodes=tuple(over)))
 
     def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
         """Begin anew episodes of which rows were given up here: they go on at an earlier step."""

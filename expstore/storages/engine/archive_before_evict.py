@@ -155,7 +155,17 @@ class ArchivingStorage(RetainingStorage):
             through = min(self._window.low, self._synced)
             if through > archive.through:
                 self._copy(archive, through)
+            before = self.episodes.next_episode
+            archive.end(self._open_behind(archive.through), before=before)
             archive.settle()
+
+    def _open_behind(self, through: int) -> set[int]:
+        """Return the episodes that are open, or have rows behind this one."""
+        with self.episode_lock:
+            found = {entry.episode for entry in self.episodes.open_entries()}
+            rows = self.episodes.fragments.rows
+            found.update(rows[0, last_ids(rows) > through].tolist())
+        return found
 
     def _copy(self, archive: Archive, through: int) -> None:
         """Bring rows up to an id to the archive, which marks cover; its `turn` is held."""
@@ -205,10 +215,7 @@ class ArchivingStorage(RetainingStorage):
         """
 
         def going(episodes: IntArray) -> Array:
-            with self.episode_lock:
-                known = {entry.episode for entry in self.episodes.open_entries()}
-                rows = self.episodes.fragments.rows
-                known.update(rows[0, last_ids(rows) > through].tolist())
+            known = self._open_behind(through)
             flags = [number in known or behind.get(number, 0) > through for number in episodes.tolist()]
             return np.array(flags, np.bool_)
 

@@ -24,10 +24,11 @@ from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog, LogEntry
+from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.base import Rows
+from expstore.storages.base import Rows, now_us
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.open_settings import Settings, enter
@@ -49,6 +50,7 @@ from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
 from expstore.storages.recovery.recover import Past, describe_past, lost_records, read_past
+from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.capture import base_of
 from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
@@ -140,7 +142,10 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         generation = self.episodes.generation
         if first:  # an opening that was killed has raised it without writing anything
             generation = past.base["generation"] if past else manifest.generation
-        self.episodes = EpisodeTable(generation=generation)
+        former = self.episodes.joins
+        self.episodes = EpisodeTable(generation=generation, session=self.episodes.session.id)
+        if not first:
+            self.episodes.joins = former.carried()
         self._open_columns()
         self._log = EpisodeLog(self.disk, self.path / LOG, length=past.log_length if past else 0)
         cut: list[LogEntry] = []
@@ -150,7 +155,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._adopt(past)
             if first or self.draws.replaced:  # otherwise only memory knows what was handed out
                 self.draws = self._draws_of(past)
-            cut = self.episodes.cut_unnamed(past.sequence) if first else []
+            cut = self.episodes.end_local(now_us(), past.sequence) if first else []
             self._log.append(cut)
         self._open_keys(past)
         sequence = past.sequence if past else 0
@@ -159,7 +164,8 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self.content = (self.manifest.generation, sequence + 1)  # the index has not heard of these ends
         if first:
             self.episodes.generation = self.manifest.generation
-            self.counters.recovered = describe_past(past, len(cut)) if past else None
+            episodes = sum(entry.episode > 0 for entry in cut)
+            self.counters.recovered = describe_past(past, episodes) if past else None
         self._settle(past)
         self.manifest.save(self.disk, self.path)
         self._journal = Journal(
@@ -339,6 +345,16 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._state.set("sequence", sequence)
         self._keeper.note()
 
+    def _record_episodes(self, change: End | Resume) -> None:
+        kind = Kind.END if isinstance(change, End) else Kind.RESUME
+        sequence = self._append(kind, change.pack())
+        if self.durable:
+            self._settle_record()
+        self._log.append(self.episodes.apply(change, sequence))
+        self.content = (self.manifest.generation, sequence)
+        self._state.set("sequence", sequence)
+        self._keeper.note()
+
     # -- change, retire, forget ------------------------------------------------------------------
 
     def _record_change(
@@ -368,6 +384,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self.sync()
         with self.episode_lock:
             sequence = self._append(Kind.DELETE, b'{"last": %d}' % last)
+            self._log.append(self.episodes.end_episodes(sequence))
             super()._forget(last)
             self.content = (self.manifest.generation, sequence)
         self._note_forgotten(last)
@@ -458,6 +475,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._keeper.stop()
             try:
                 if self.can_write:
+                    end_sessions(self, [self.episodes.session])
                     self._sync_for_good()
                     with self.episode_lock:
                         sequence = self._append(Kind.CLOSE, b"{}")
@@ -475,6 +493,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             return
         try:
             self.check_writable()
+            end_sessions(self, [self.episodes.session])
             if (catalog := self.catalog) is not None:
                 catalog.close()
         finally:

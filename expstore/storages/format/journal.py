@@ -57,6 +57,8 @@ class Kind(IntEnum):
     SHARD = 8
     CLOSE = 9
     ANNOTATE = 10
+    END = 11
+    RESUME = 12
 
 
 @dataclass(frozen=True, slots=True)

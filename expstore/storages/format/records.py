@@ -20,6 +20,7 @@ from expstore.core.draw_state import Randomness, from_bytes, to_bytes
 from expstore.core.idempotency import NO_KEY, WriteKey
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
+from expstore.episodes.sessions import NewSource
 from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -55,7 +56,7 @@ class Publish:
         checksum: crc32c of the payload.
         priority: Of all its rows.
         segments: Which rows belong to which episode.
-        sources: New sources: (number, name, named).
+        sources: New sources.
         payload: The rows' bytes, column by column, where they were not written to the columns first.
         info: What is noted about all its episodes, as JSON text.
         column_set: Which columns payload and checksum are of: how often fields had come or gone.
@@ -70,7 +71,7 @@ class Publish:
     checksum: int
     priority: float
     segments: Sequence[Segment]
-    sources: Sequence[tuple[int, str, bool]]
+    sources: Sequence[NewSource]
     payload: bytes = b""
     info: str = ""
     column_set: int = 0
@@ -133,7 +134,7 @@ class Publish:
             checksum=crc,
             priority=priority,
             segments=unpack_segments(body[_PUBLISH.size : middle]) if segments else [],
-            sources=[(n, name, named) for n, name, named in json.loads(body[middle:end])] if names else [],
+            sources=[NewSource(*one) for one in json.loads(body[middle:end])] if names else [],
             payload=body[end + info :],
             info=body[end : end + info].decode(),
             column_set=column_set,

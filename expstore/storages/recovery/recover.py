@@ -17,6 +17,7 @@ from expstore.core.draw_state import Randomness, from_json
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry, unpack_entry
+from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.storages.columns.checksums import BLOCK_ROWS, blocks_of
@@ -41,7 +42,7 @@ __all__ = [
 
 
 #: The records that say something of rows or episodes.
-TOLD = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE})
+TOLD = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kind.END, Kind.RESUME})
 
 
 @dataclass(slots=True)
@@ -252,6 +253,12 @@ def tell(record: Record, table: EpisodeTable) -> tuple[Publish | None, list[LogE
     """
     if record.kind is Kind.ANNOTATE:
         return None, table.annotate(unpack_entry(record.body), record.sequence)
+    if record.kind is Kind.DELETE:
+        return None, table.end_episodes(record.sequence)
+    if record.kind is Kind.END:
+        return None, table.apply(End.unpack(record.json()), record.sequence)
+    if record.kind is Kind.RESUME:
+        return None, table.apply(Resume.unpack(record.json()), record.sequence)
     if record.kind is not Kind.PUBLISH:
         return None, []
     publish = Publish.unpack(record.body)

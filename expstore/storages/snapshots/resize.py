@@ -16,6 +16,7 @@ from expstore.core.geometry import round_up
 from expstore.core.id_set import NO_GAPS
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.episodes.log import LogEntry
+from expstore.episodes.sessions import SessionKey
 from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
@@ -132,6 +133,14 @@ class _Newest(Arrival):
         self.count = last - self._low
         self.manifest = _manifest_for(storage, content.manifest, capacity)
 
+    def base(self, content: tuple[int, int]) -> dict[str, Any]:
+        """Return the state that a base record keeps: open episodes stay open."""
+        return self.content.base | {"content": content, "last": self.last, "retired": self.low}
+
+    def entries(self) -> Iterator[LogEntry]:
+        """Yield what episodes.log says."""
+        return iter(self.content.entries)
+
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
         """Yield all rows, oldest first: (first id, one array per field and row field)."""
         done, total = 0, self.count * self.content.row_bytes if self.count else 0
@@ -156,6 +165,11 @@ class _Best(Arrival):
         self.count = self._kept.size
         self._low, self._ids, self._episodes = 0, storage.last, 0
         self.manifest = _manifest_for(storage, self.content.manifest, capacity).replace(gaps=NO_GAPS)
+
+    @property
+    def session(self) -> SessionKey:
+        """The storage's own session."""
+        return self._storage.episodes.session
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
         """Yield the rows that stay: (first id, one array per field and row field)."""

@@ -23,11 +23,13 @@ from expstore.core.values import Array, cut_run, key_name
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry, read_log
+from expstore.episodes.sessions import End, SessionKey
+from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
-from expstore.storages.base import Storage
+from expstore.storages.base import Storage, now_us
 from expstore.storages.columns.checksums import Checksums, blocks_of
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -270,7 +272,13 @@ class Arrival:
             shift = round_up(shift, step)
         self._ids = shift
         self.manifest = self.manifest.replace(gaps=content.manifest.gaps.shifted(shift))
+        self._session = storage.episodes.session
         self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
+
+    @property
+    def session(self) -> SessionKey:
+        """The storage's own session."""
+        return self._session
 
     @property
     def low(self) -> int:
@@ -286,16 +294,20 @@ class Arrival:
         """Return the state that a base record keeps; `content` is its position."""
         episodes = dict(self.content.base["episodes"])
         episodes["next_episode"] += self._episodes
-        episodes["open"] = [
-            values | {"episode": values["episode"] + self._episodes, "last_id": values["last_id"] + self._ids}
-            for values in episodes["open"]
-        ]
+        # No writer has seen these rows: only the storage's own session stays live, if it has written some.
+        episodes["open"] = []
+        own = (session for session in episodes["sessions"] if SessionKey(*session["key"]) == self.session)
+        episodes["sessions"] = [session | {"cut": []} for session in own]
         numbers = {"content": content, "last": self.last, "retired": self.low, "episodes": episodes}
         return self.content.base | numbers
 
     def entries(self) -> Iterator[LogEntry]:
-        """Yield what episodes.log says."""
-        for entry in self.content.entries:
+        """Yield what episodes.log says: open episodes and all sessions but the storage's own have ended."""
+        table = EpisodeTable(generation=self.content.base.get("generation", 0), session=self.session.id)
+        table.load_base(self.content.base["episodes"])
+        live = [key for key in table.live_sessions() if key != self.session]
+        ended = table.apply(End(now_us(), None, tuple(live)), 0)
+        for entry in (*self.content.entries, *ended):
             if entry.episode:
                 moved, last = entry.episode + self._episodes, entry.last_id + self._ids
                 entry = dataclasses.replace(entry, episode=moved, last_id=last)

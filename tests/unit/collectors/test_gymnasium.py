@@ -80,6 +80,7 @@ class FakeBuffer:
     def __init__(self) -> None:
         self.batches: list[TensorDict] = []
         self.sources: list[str | None] = []
+        self.ended: list[str | None] = []
         self.before_store: Callable[[], None] = lambda: None
         self.after_store: Callable[[], None] = lambda: None
 
@@ -98,7 +99,14 @@ class FakeBuffer:
         joined: Any = torch.cat(self.batches, dim=1)
         return [lane[lane["collector", "traj_ids"] >= 0] for lane in joined.unbind(0)]
 
-    def episodes(self) -> list[list[TensorDict]]:
+    @property
+    def episodes(self) -> FakeBuffer:
+        return self
+
+    def end_stream(self, source: str | None) -> None:
+        self.ended.append(source)
+
+    def lane_episodes(self) -> list[list[TensorDict]]:
         """Return each lane's episodes, told apart by trajectory id alone."""
         return [list(split(lane)) for lane in self.lanes()]
 
@@ -147,7 +155,7 @@ def assert_linked(lane: TensorDict, observation_keys: list[Any]) -> None:
 
 
 def assert_same_episodes(one: FakeBuffer, other: FakeBuffer, at_least: int = 4) -> None:
-    for mine, theirs in zip(one.episodes(), other.episodes(), strict=True):
+    for mine, theirs in zip(one.lane_episodes(), other.lane_episodes(), strict=True):
         whole = [
             list(itertools.takewhile(lambda e: bool(e["next", "done"][-1]), side)) for side in (mine, theirs)
         ]
@@ -234,7 +242,7 @@ def test_trajectory_ids_come_once_in_a_store() -> None:
     for _ in range(3):
         with Collector(make_envs(), constant_policy, rb, steps_per_lane=4) as collector:
             collector.collect(50)
-    pieces = [episode for lane in rb.episodes() for episode in lane]
+    pieces = [episode for lane in rb.lane_episodes() for episode in lane]
     ids = [int(episode["collector", "traj_ids"][0]) for episode in pieces]
     assert len(set(ids)) == len(ids)
     assert max(ids) < rb.write_count

@@ -30,6 +30,7 @@ ENTRIES = [
     ),
     LogEntry(episode=2, source=1, trajectory=None, ret=float("inf"), status=3),
     LogEntry(episode=3, source=1, trajectory=0, status=1, text="x" * 1000),
+    LogEntry(episode=0, source=4, start=5, end=6, text="Größe", named=True, session="8f" * 16),
 ]
 
 
@@ -73,7 +74,7 @@ def test_what_the_journal_does_not_know_of_is_dropped(tmp_path: Path) -> None:
     log.close()
     again = open_log(tmp_path, length)
     assert list(again.read()) == ENTRIES[:3]
-    again.append(ENTRIES[4:])
+    again.append(ENTRIES[4:5])
     assert list(again.read()) == [*ENTRIES[:3], ENTRIES[4]]
     again.flush()
     assert again.file.size() == again.length

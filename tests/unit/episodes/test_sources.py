@@ -11,7 +11,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.episodes.segmentation import TRUNCATED
-from expstore.episodes.sources import lane_names
+from expstore.episodes.sources import lane_names, stream_of
 from expstore.episodes.table import EpisodeTable, Steps
 from expstore.errors import SchemaError
 from expstore.storages.memory import MemoryStorage
@@ -51,6 +51,10 @@ def test_a_stream_named_like_a_lane_is_its_own(store_path: Path) -> None:
         rb.extend(batch(4), source="a/1")
         rb.extend(batch(2, lanes=2), source="a")
         assert names_in(rb) == [("a", 5), ("a//1", 5), ("a/1", 4)]
+
+
+def test_the_stream_of_a_lane() -> None:
+    assert [stream_of(name) for name in ("arm", "arm//2", "arm/1", "a//b")] == ["arm", "arm", "arm/1", "a//b"]
 
 
 def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:

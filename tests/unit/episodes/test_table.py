@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from expstore.core import tuning
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.sessions import End, NewSource, Resume, SessionKey
 from expstore.episodes.table import (
     EpisodeTable,
     Fragments,
@@ -48,12 +50,13 @@ class Reference:
     """Number rows by reading the rules aloud."""
 
     episodes: list[Told] = field(default_factory=list)
-    open: dict[tuple[str, int | None], int] = field(default_factory=dict)
+    open: dict[tuple[tuple[str | None, str], int | None], int] = field(default_factory=dict)
     rows: dict[int, tuple[int, int]] = field(default_factory=dict)  # id -> (episode id, step)
     last: int = 0
 
     def extend(self, batch: Batch, handle: int, low: int) -> None:
-        names = [lane_name(batch.source, lane, handle) for lane in range(batch.lane_count)]
+        own = str(handle) if batch.session is None else batch.session
+        names = [lane_name(batch.source, lane, own) for lane in range(batch.lane_count)]
         first = self.last + 1
         for lane, name in enumerate(names):
             for at in np.flatnonzero(batch.lanes == lane).tolist():
@@ -62,7 +65,7 @@ class Reference:
 
     def _row(self, batch: Batch, at: int, source: str, id: int, low: int) -> None:
         trajectory = None if batch.trajectories is None else int(batch.trajectories[at])
-        key = source, trajectory
+        key = (batch.session, source), trajectory
         number = self.open.get(key)
         if number is not None:
             known = self.episodes[number - 1]
@@ -86,8 +89,9 @@ class Reference:
             del self.open[key]
 
     def reopen(self) -> None:
+        """End the local session."""
         for key, number in list(self.open.items()):
-            if key[0].startswith("@"):
+            if key[0][0] is None:
                 del self.open[key]
                 if self.episodes[number - 1].status == OPEN:
                     self.episodes[number - 1].status = CUT
@@ -99,7 +103,12 @@ class Reference:
         return live
 
 
-def lane_name(source: str | None, lane: int, handle: int) -> str:
+def known_sessions(table: EpisodeTable) -> list[dict[str, Any]]:
+    """Return what is known of sessions but the episodes to resume: those without rows are forgotten."""
+    return [{k: v for k, v in session.items() if k != "cut"} for session in table.to_base()["sessions"]]
+
+
+def lane_name(source: str | None, lane: int, handle: str) -> str:
     base = f"@{handle}" if source is None else source
     return f"{base}//{lane}" if lane else base
 
@@ -113,6 +122,7 @@ class Batch:
     """Rows in the order in which they stand in the batch."""
 
     source: str | None
+    session: str | None
     lanes: np.ndarray
     lane_count: int
     trajectories: np.ndarray | None
@@ -136,6 +146,7 @@ class Batch:
             truncated=self.truncated if flags or self.truncated.any() else None,
             starts=self.starts if flags or self.starts.any() else None,
             rewards=self.rewards,
+            session=None if self.session is None else SessionKey(self.session, remote=True),
         )
 
 
@@ -154,6 +165,7 @@ def batches(draw: st.DrawFn) -> tuple[Any, ...]:
     lanes, times = draw(shapes)
     return (
         draw(st.sampled_from([None, None, "a", "b"])),
+        draw(st.sampled_from([None, None, "client-1", "client-2"])),
         draw(st.sampled_from(["BT", "TB"])),
         lanes,
         times,
@@ -163,7 +175,7 @@ def batches(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 def make(spec: tuple[Any, ...], *, with_trajectories: bool, time: int) -> Batch | None:
-    source, layout, lane_count, times, drawn, _ = spec
+    source, session, layout, lane_count, times, drawn, _ = spec
     shape = (lane_count, times) if layout == "BT" else (times, lane_count)
     lanes = np.broadcast_to(np.arange(lane_count)[:, None], (lane_count, times))
     lanes = (lanes if layout == "BT" else lanes.T).reshape(-1)
@@ -175,6 +187,7 @@ def make(spec: tuple[Any, ...], *, with_trajectories: bool, time: int) -> Batch 
     trajectories = np.array([number for _, number in drawn], np.int64)
     return Batch(
         source=source,
+        session=session,
         lanes=lanes[kept],
         lane_count=lane_count,
         trajectories=trajectories[kept] if with_trajectories else None,
@@ -192,7 +205,7 @@ class World:
     def __init__(self, capacity: int | None, kernels: ModuleType | None = None) -> None:
         self.capacity = capacity
         self.kernels = file_loops
-        self.table = EpisodeTable(generation=1)
+        self.table = EpisodeTable(generation=1, session="local-1")
         self.table.kernels = file_loops
         self.reference = Reference()
         self.handle = 1
@@ -200,7 +213,7 @@ class World:
         self.columns: dict[int, tuple[int, int]] = {}
         self.content = 0  # what has happened to rows and episodes
         self.base: tuple[int, str, int] = (0, json.dumps(self.table.to_base()), 0)
-        self.records: list[tuple[bytes, list[tuple[int, str, bool]], int, int]] = []
+        self.records: list[tuple[bytes, list[NewSource], int, int]] = []
         self.index: dict[int, LogEntry] = {}
         self.index_content = 0
         self.index_live: dict[int, int] = {}
@@ -252,7 +265,7 @@ class World:
             self.keep_base()
             self.index_catches_up()
         last, base, floor = self.base
-        self.table = EpisodeTable(generation=self.handle)
+        self.table = EpisodeTable(generation=self.handle, session=f"local-{self.handle + 1}")
         self.table.kernels = self.kernels
         self.table.load_base(json.loads(base))
         ids = range(self.low + 1, last + 1)
@@ -263,8 +276,8 @@ class World:
             self.table.commit(unpack_segments(body), sources, first_id=first, time=time, sequence=time)
         assert self.table.next_episode == old.next_episode
         assert self.table.next_source == old.next_source
-        assert self.table.named == old.named
-        cut = self.table.cut_unnamed(0)
+        assert known_sessions(self.table) == known_sessions(old)
+        cut = self.table.end_local(1, 0)
         self.log += cut
         self.content += bool(cut)
         self.handle += 1
@@ -441,22 +454,75 @@ def test_a_source_needs_a_name(source: Any) -> None:
     with pytest.raises(SchemaError, match="source .* is no name.*text"):
         table.assign(Steps(1), source=source)
     assert table.to_base() == EpisodeTable().to_base()
-    assert table.assign(Steps(1), source="Größe 1/x").sources == [(1, "Größe 1/x", True)]
+    assert table.assign(Steps(1), source="Größe 1/x").sources == [NewSource(1, "Größe 1/x", True, "")]
 
 
-def test_named_sources_go_on_and_unnamed_ones_are_cut() -> None:
-    table = EpisodeTable(generation=1)
+def test_an_opening_ends_the_local_session_and_begins_another() -> None:
+    table = EpisodeTable(generation=1, session="first")
     run(table, 1, "left", count=2)
     run(table, 3, None, count=2)
-    again = EpisodeTable(generation=1)
+    again = EpisodeTable(generation=1, session="second")
     again.load_base(json.loads(json.dumps(table.to_base())))
-    entries = again.cut_unnamed(9)
+    entries = again.end_local(8, 9)
     again.generation = 2
-    assert [(e.episode, e.status, e.sequence) for e in entries] == [(2, CUT, 9)]
-    assert run(again, 5, "left", count=1)[0] == [(1, 2)]
-    rows, made = run(again, 6, None, count=1)
+    assert [(e.episode, e.status, e.sequence) for e in entries if e.episode] == [(1, CUT, 9), (2, CUT, 9)]
+    ended = [(e.source, e.session, e.end) for e in entries if not e.episode]
+    assert ended == [(1, "first", 8), (2, "first", 8)]
+    rows, made = run(again, 5, "left", count=1)
     assert rows == [(3, 0)]
+    assert [(e.source, e.text, e.session) for e in made if not e.episode] == [(3, "left", "second")]
+    rows, made = run(again, 6, None, count=1)
+    assert rows == [(4, 0)]
     assert [(e.text, e.named, e.generation) for e in made if not e.episode] == [("@2", False, 2)]
+
+
+def test_a_live_remote_session_outlives_the_opening() -> None:
+    table = EpisodeTable(generation=1, session="first")
+    client = SessionKey("client", remote=True)
+    run(table, 1, "left", count=2, session=client)
+    run(table, 3, "left", count=2)
+    again = EpisodeTable(generation=1, session="second")
+    again.load_base(json.loads(json.dumps(table.to_base())))
+    assert [e.episode for e in again.end_local(8, 9) if e.episode] == [2]
+    assert run(again, 5, "left", count=1, session=client)[0] == [(1, 2)]
+
+
+def test_a_session_that_ended_is_opened_again_with_its_episodes() -> None:
+    table, client = EpisodeTable(), SessionKey("client", remote=True)
+    run(table, 1, "left", count=2, trajectories=[7, 7], session=client)
+    run(table, 3, "left", count=2, trajectories=[8, 8], truncated=[False, True], session=client)
+    ended = table.apply(End(5, sessions=(client,)), 1)
+    assert [(e.episode, e.status) for e in ended if e.episode] == [(1, CUT)]
+    assert table.live_sessions() == []
+    opened = table.apply(Resume(6, client, episodes=(1,)), 2)
+    assert [(e.episode, e.status) for e in opened if e.episode] == [(1, OPEN)]
+    rows, _ = run(table, 5, "left", count=2, trajectories=[7, 8], session=client)
+    assert rows == [(1, 2), (3, 0)], "the truncated one takes no more rows"
+
+
+def test_an_ended_session_is_adopted_by_name() -> None:
+    table, old = EpisodeTable(session="new"), SessionKey("old")
+    steps = Steps(4, lanes=np.array([0, 0, 1, 1]), lane_count=2, session=old)
+    made = table.assign(steps, source="left")
+    table.commit(made.segments, made.sources, first_id=1, time=1, sequence=1)
+    table.apply(End(5, sessions=(old,)), 1)
+    ended = table.newest_ended("left")
+    assert ended is not None
+    change = table.resumption(ended, "left", to=table.session, time=6)
+    table.apply(Resume.unpack(json.loads(change.pack())), 2)
+    assert sorted((e.episode, e.source) for e in table.open_entries()) == [(1, 3), (2, 4)]
+    assert run(table, 5, "left", count=1)[0] == [(1, 2)]
+
+
+def test_few_ended_sessions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "ENDED_SESSIONS", 3)
+    table = EpisodeTable()
+    for number in range(6):
+        client = SessionKey(f"client-{number}", remote=True)
+        run(table, 1 + number, "left", count=1, session=client)
+        table.apply(End(number + 1, sessions=(client,)), number)
+    kept = [session["key"][0] for session in table.to_base()["sessions"]]
+    assert kept == ["client-3", "client-4", "client-5"]
 
 
 def test_going_on_after_truncation_is_noted() -> None:

@@ -1,0 +1,169 @@
+"""Episodes of a buffer, `rb.episodes`: ask for them, end open ones, adopt those of an earlier session.
+
+Used by users and by the server. It adds no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from expstore.episodes.sessions import SessionKey
+from expstore.errors import SchemaError
+from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, resume
+
+if TYPE_CHECKING:
+    from expstore.sql.result import Result
+    from expstore.sql.sync import Catalog
+    from expstore.storages.base import Storage
+
+__all__ = ["Episodes", "remote_session"]
+
+_LONGEST = 128
+
+
+def remote_session(name: str) -> SessionKey:
+    """Return the key of a remote session.
+
+    Raises:
+        SchemaError: The name is not 1 to 128 printable characters.
+    """
+    if not (isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable()):
+        raise SchemaError(
+            f"{name!r:.150} is no name of a session",
+            hint=f"give 1 to {_LONGEST} printable ASCII characters, a random id say",
+        )
+    return SessionKey(name, remote=True)
+
+
+class Episodes:
+    """Ask for episodes by calling it; end open ones, or adopt those of an earlier session.
+
+    Threads: any number may use it. Crashes: what returned survives what `annotate` survives.
+
+    Args:
+        storage: Where the episodes are.
+        catalog: What answers SQL about them.
+
+    Example:
+        >>> rb.episodes.resume("robot-1")  # after a restart, where the robot has gone on
+        tensor([7])
+        >>> rb.episodes.end("robot-1")
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+        self._storage, self._catalog = storage, catalog
+
+    def __call__(
+        self,
+        where: str | None = None,
+        order_by: str | None = None,
+        limit: int | None = None,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+    ) -> Result:
+        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+
+        Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
+        info`.
+
+        Args:
+            where: Which ones: an SQL expression over these columns; None: all.
+            order_by: In which order: SQL expressions, as behind ORDER BY; the last is always `episode_id`.
+            limit: At most so many; None: all.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
+
+        Raises:
+            QueryError: `where` is not one expression, `order_by` no list of them, or DuckDB refuses them.
+
+        Example:
+            >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
+        """
+        return self._catalog.episodes(where, order_by, limit, params)
+
+    def end(self, source: str | None = None, *, session: str | None = None) -> None:
+        """End open episodes: they become `cut`, and truncated ones take no more rows.
+
+        Call it where an environment is reset without its last step saying so.
+
+        Args:
+            source: Name of the stream; None: all open episodes, those of unnamed streams too.
+            session: Only those of this remote session; None: of all sessions.
+
+        Raises:
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed; no episode is ended.
+        """
+        end_episodes(self._storage, source, session=None if session is None else remote_session(session))
+
+    def end_of(self, session: str | None, source: str | None, *, unnamed: bool = False) -> None:
+        """End the open episodes of one session, as `end` does.
+
+        Args:
+            session: A remote session; None: this handle's own.
+            source: Name of the stream; None: all of them.
+            unnamed: Without a source: only the unnamed stream.
+        """
+        key = self._storage.episodes.session if session is None else remote_session(session)
+        if unnamed:
+            end_unnamed(self._storage, key)
+        else:
+            end_episodes(self._storage, source, session=key)
+
+    def end_stream(self, source: str | None) -> None:
+        """End the open episodes of one stream of this handle's own session, as `end` does.
+
+        Args:
+            source: As `extend` was given it; None: the unnamed stream.
+
+        Raises:
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed; no episode is ended.
+        """
+        self.end_of(None, source, unnamed=source is None)
+
+    def resume(self, source: str, *, check: bool = True, session: str | None = None) -> torch.Tensor:
+        """Adopt the open episodes of the newest ended session that wrote to a source of this name.
+
+        They are `open` again, and the rows of this session continue them, by their trajectory ids. Call it
+        before the first row of the source.
+
+        Args:
+            source: Name of the stream.
+            check: The first row of each episode must continue it: its observation equals the last next
+                observation. Otherwise `extend` raises SchemaError and adds nothing. False: nothing is
+                compared.
+            session: The remote session that adopts them; None: this handle's own.
+
+        Returns:
+            Ids of the adopted episodes; none if no session of that name has ended, or it left none open.
+            Shape `(n,)`, int64.
+
+        Raises:
+            StateError: This session has written rows of the source already; or the store is closed, or open
+                for reading only.
+            SchemaError: `check` is set, but the rows have no observations to compare, or the last row is
+                gone.
+            StorageError: The disk failed; nothing is adopted.
+        """
+        to = None if session is None else remote_session(session)
+        return torch.from_numpy(resume(self._storage, source, session=to, check=check))
+
+    def end_session(self, sessions: Collection[str]) -> None:
+        """End remote sessions: their open episodes become `cut`. Rows that come later open them again.
+
+        Args:
+            sessions: Their ids. Those that have ended, or have written nothing, are skipped.
+
+        Raises:
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed; no session is ended.
+        """
+        end_sessions(self._storage, [remote_session(name) for name in sessions])
+
+    def remote_sessions(self) -> list[str]:
+        """Return the ids of the remote sessions that are live."""
+        with self._storage.episode_lock:
+            return [key.id for key in self._storage.episodes.live_sessions() if key.remote]

@@ -1,0 +1,177 @@
+"""Sessions: who writes, from when to when, and under which numbers of sources.
+
+Used by `expstore.episodes.table`. A session is one writer's life: one opening for writing, one connection to
+a served store, one buffer in RAM. Rows of two sessions never share an episode. This module keeps names and
+numbers; it reads no rows and touches no files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from expstore.episodes.table import Episode
+
+__all__ = ["End", "NewSource", "Resume", "Session", "SessionKey"]
+
+
+class SessionKey(NamedTuple):
+    """Name a session.
+
+    Args:
+        id: Its id: 32 hexadecimal digits, or what a client of the server has chosen.
+        remote: Whether it writes through a server. A local session ends when the store is opened for writing
+            again; a remote one outlives the server.
+    """
+
+    id: str
+    remote: bool = False
+
+
+class NewSource(NamedTuple):
+    """Declare a source: one lane of one named or unnamed stream of one session.
+
+    Args:
+        number: Its number, unique in the store.
+        name: What users see.
+        named: Whether a user chose the name.
+        session: Id of its session.
+        remote: Whether that session is remote.
+    """
+
+    number: int
+    name: str
+    named: bool
+    session: str
+    remote: bool = False
+
+    @property
+    def key(self) -> SessionKey:
+        """Which session it belongs to."""
+        return SessionKey(self.session, self.remote)
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End the open episodes of some sources.
+
+    Open episodes become `cut`. Truncated ones stay so and take no more rows.
+
+    Args:
+        time: Microseconds since 1970.
+        sources: Numbers of the sources; None: all sources of the store.
+        sessions: Sessions that are over, with all their sources.
+        episodes: Single episodes. Their session may open them again, as after its end.
+    """
+
+    time: int
+    sources: tuple[int, ...] | None = ()
+    sessions: tuple[SessionKey, ...] = ()
+    episodes: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """Return the body of a journal record."""
+        body = {
+            "time": self.time,
+            "sources": self.sources,
+            "sessions": self.sessions,
+            "episodes": self.episodes,
+        }
+        return json.dumps(body).encode()
+
+    @classmethod
+    def unpack(cls, body: Mapping[str, Any]) -> End:
+        """Read what `pack` returned, parsed."""
+        sources = body["sources"]
+        return cls(
+            int(body["time"]),
+            None if sources is None else tuple(sources),
+            tuple(SessionKey(*key) for key in body["sessions"]),
+            tuple(body["episodes"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Open episodes again that the end of a session has cut.
+
+    Args:
+        time: Microseconds since 1970.
+        session: The session that had ended.
+        sources: Sources of another session that adopt its episodes. Empty: the session itself continues.
+        numbers: For each of `sources` the number of the ended session's source.
+        episodes: Which ones: a reader may still know some that the writer has given up.
+    """
+
+    time: int
+    session: SessionKey
+    sources: tuple[NewSource, ...] = ()
+    numbers: tuple[int, ...] = ()
+    episodes: tuple[int, ...] = ()
+
+    def pack(self) -> bytes:
+        """Return the body of a journal record."""
+        body = {
+            "time": self.time,
+            "session": self.session,
+            "sources": self.sources,
+            "numbers": self.numbers,
+            "episodes": self.episodes,
+        }
+        return json.dumps(body).encode()
+
+    @classmethod
+    def unpack(cls, body: Mapping[str, Any]) -> Resume:
+        """Read what `pack` returned, parsed."""
+        return cls(
+            int(body["time"]),
+            SessionKey(*body["session"]),
+            tuple(NewSource(*source) for source in body["sources"]),
+            tuple(body["numbers"]),
+            tuple(body["episodes"]),
+        )
+
+
+@dataclass(slots=True)
+class Session:
+    """Hold what is known of one session.
+
+    Args:
+        key: Which one.
+        started: When its first source was declared, in microseconds since 1970.
+        ended: When it ended; 0: it is live.
+        named: Number of each source that a user named, by name.
+        unnamed: The same, of its other sources.
+        cut: Episodes that its end has cut, by source and trajectory id. A resumption opens them again.
+    """
+
+    key: SessionKey
+    started: int
+    ended: int = 0
+    named: dict[str, int] = field(default_factory=dict)
+    unnamed: dict[str, int] = field(default_factory=dict)
+    cut: dict[tuple[int, int | None], Episode] = field(default_factory=dict)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of all its sources."""
+        return [*self.named.values(), *self.unnamed.values()]
+
+    def sources(self) -> Iterable[NewSource]:
+        """Yield all its sources."""
+        for named, known in ((True, self.named), (False, self.unnamed)):
+            for name, number in known.items():
+                yield NewSource(number, name, named, *self.key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a base record keeps."""
+        return {
+            "key": self.key,
+            "started": self.started,
+            "ended": self.ended,
+            "named": self.named,
+            "unnamed": self.unnamed,
+            "cut": [episode.to_dict() for episode in self.cut.values()],
+        }

@@ -1,0 +1,229 @@
+"""Sessions of a storage: end them and their open episodes, open them again, adopt their episodes.
+
+Used by buffers, by storages that close, and where rows are appended. What is decided is kept as records by
+`Storage.annotate`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.episodes.joins import BatchJoins
+from expstore.episodes.sessions import End, Resume, SessionKey
+from expstore.episodes.sources import lane_names
+from expstore.errors import SchemaError, StateError
+from expstore.schema.field_roles import find_observations
+from expstore.storages.batch import now_us
+
+if TYPE_CHECKING:
+    from expstore.episodes.table import Assignment, Episode
+    from expstore.storages.base import Storage
+
+__all__ = [
+    "end_episodes",
+    "end_sessions",
+    "end_unnamed",
+    "next_observations",
+    "observe",
+    "reopen_session",
+    "resume",
+    "warn_of",
+]
+
+_logger = logging.getLogger("expstore")
+
+
+def observe(storage: Storage) -> None:
+    """Note which fields of the rows tell whether a row continues an episode."""
+    memory, schema = storage.episodes.joins, storage.schema
+    pairs = [] if schema is None else find_observations(schema, storage.keys)
+    names = tuple(schema.fields[place].key for place, _ in pairs) if schema is not None else ()
+    if memory.schema is not None and memory.names != names:
+        memory.forget_ends(storage.last)  # rows from before have other fields, or values that were filled in
+    memory.schema, memory.pairs, memory.names = schema, pairs, names
+
+
+def next_observations(storage: Storage, row: int) -> list[Array] | None:
+    """Read the next observations of a row, by id; None if the row is gone."""
+    ids = np.array([row])
+    if not storage.window.holds(ids).all():
+        return None
+    return storage.read(ids, [after for _, after in storage.episodes.joins.pairs])
+
+
+def warn_of(storage: Storage, assignment: Assignment, source: str | None, session: SessionKey | None) -> None:
+    """Log, once for each source, what is wrong with how it is written to.
+
+    Args:
+        storage: Where they are.
+        assignment: Of rows that were written.
+        source: Name of their stream.
+        session: Who has written them; None: the own one.
+    """
+    for name in assignment.restarted:
+        _warn(
+            storage,
+            f"source {name} began another episode under the trajectory id of its open one, which is cut: "
+            "two collectors write under one name, or one has restarted; give each its own source=, "
+            "or call episodes.end() when one restarts",
+            name,
+        )
+    if source is not None and assignment.sources:
+        table = storage.episodes
+        own = table.sources_named(source, session=session or storage.episodes.session)
+        if len(table.sources_named(source)) > len(own):
+            _warn(
+                storage,
+                f"several sessions write to source {source} at the same time: each has episodes of its "
+                "own; give each its own source= to tell them apart",
+                (source,),
+            )
+
+
+def _warn(storage: Storage, text: str, once: Hashable) -> None:
+    if once not in storage.episodes.joins.warned:
+        storage.episodes.joins.warned.add(once)
+        _logger.warning(text)
+
+
+def end_episodes(storage: Storage, source: str | None = None, *, session: SessionKey | None = None) -> None:
+    """End open episodes: they become `cut`, and truncated ones take no more rows.
+
+    Args:
+        storage: Where they are.
+        source: Name of the stream; None: of all streams, unnamed ones too.
+        session: Of which session; None: of all.
+
+    Raises:
+        StateError: Nothing can be written here.
+        StorageError: The disk failed; no episode is ended.
+    """
+    with storage.lock:
+        storage.check_writable()
+        table = storage.episodes
+        if source is not None:
+            numbers: Sequence[int] | None = table.sources_named(source, session=session)
+        elif session is None:
+            numbers = None
+        else:
+            known = table.session_of(session)
+            numbers = [] if known is None else known.numbers()
+        _end(storage, numbers)
+
+
+def end_unnamed(storage: Storage, session: SessionKey | None = None) -> None:
+    """End the open episodes of a session's unnamed stream, of all its lanes; see `end_episodes`.
+
+    Args:
+        storage: Where they are.
+        session: Which one; None: the own one.
+    """
+    with storage.lock:
+        storage.check_writable()
+        _end(storage, storage.episodes.unnamed_sources(session or storage.episodes.session))
+
+
+def _end(storage: Storage, numbers: Sequence[int] | None) -> None:
+    if storage.episodes.has_open(numbers):
+        storage.annotate(End(now_us(), None if numbers is None else tuple(numbers)))
+
+
+def end_sessions(storage: Storage, sessions: Iterable[SessionKey]) -> None:
+    """End sessions: their open episodes become `cut`.
+
+    Sessions that have ended, or have written nothing, are skipped.
+
+    Raises:
+        StateError: Nothing can be written here.
+        StorageError: The disk failed; no session is ended.
+    """
+    with storage.lock:
+        storage.check_writable()
+        live = set(storage.episodes.live_sessions())
+        over = tuple(key for key in sessions if key in live)
+        if over:
+            storage.annotate(End(now_us(), (), over))
+
+
+def reopen_session(storage: Storage, session: SessionKey) -> None:
+    """Open an ended session again, with the episodes that its end has cut; the lock is held."""
+    known = storage.episodes.session_of(session)
+    if known is not None and known.ended:
+        cut = tuple(one.episode for one in known.cut.values())
+        storage.annotate(Resume(now_us(), session, episodes=cut))
+
+
+def resume(
+    storage: Storage, source: str, *, session: SessionKey | None = None, check: bool = True
+) -> IntArray:
+    """Adopt the open episodes of the newest ended session that wrote a stream of this name.
+
+    Args:
+        storage: Where they are.
+        source: Name of the stream, of which this session has written no row yet. Asked for again before
+            its first row, the answer is the same.
+        session: The session that adopts them; None: the own one.
+        check: Whether the next row of each must be seen to continue it.
+
+    Returns:
+        Ids of the adopted episodes, ascending. Shape `(n,)`, int64.
+
+    Raises:
+        StateError: The session has written to the stream already, or nothing can be written here.
+        SchemaError: `check` is asked for, and it cannot be seen what continues an episode.
+        StorageError: The disk failed; nothing is adopted.
+    """
+    to = session or storage.episodes.session
+    with storage.lock:
+        storage.check_writable()
+        table = storage.episodes
+        lane_names(source, "", 1)  # raises if it is no name
+        written = set(table.sources_named(source, session=to))
+        if written - table.joins.awaiting:
+            raise StateError(
+                f"this session has written rows of source {source!r} already",
+                kind="resume",
+                hint="call episodes.resume() before the first row of the source",
+            )
+        if written:  # asked for again: the answer was lost
+            return np.sort(np.array([one.episode for one in table.open_of(written)], np.int64))
+        ended = table.newest_ended(source)
+        if ended is None:
+            return np.zeros(0, np.int64)
+        change = table.resumption(ended, source, to=to, time=now_us())
+        adopted = {one.episode: one for one in ended.cut.values() if one.episode in change.episodes}
+        ends = _ends_of(storage, adopted.values()) if check else {}
+        owners = dict(zip(change.numbers, (new.number for new in change.sources), strict=True))
+        required = {number: owners[one.source] for number, one in adopted.items()} if check else {}
+        reopen_session(storage, to)
+        storage.annotate(change)
+        # The table may be another one now: an interruption reads the journal again.
+        memory = storage.episodes.joins
+        memory.ends.update(ends)
+        memory.required.update(required)
+        memory.awaiting.update(owners.values())
+        return np.sort(np.array(change.episodes, np.int64))
+
+
+def _ends_of(storage: Storage, episodes: Iterable[Episode]) -> dict[int, int]:
+    """Return the checksum of each episode's last next observation."""
+    found: dict[int, int] = {}
+    observe(storage)
+    memory = storage.episodes.joins
+    reader = BatchJoins(memory, (), partial(next_observations, storage))
+    for episode in episodes:
+        crc = reader.end_of(episode.last_id) if memory.pairs else None
+        if crc is None:
+            raise SchemaError(
+                f"nothing tells which row continues episode {episode.episode}: "
+                + ("its last row is gone" if memory.pairs else "the rows have no observations to compare"),
+                hint="resume(..., check=False) adopts it without a check",
+            )
+        found[episode.episode] = crc
+    return found

@@ -1,0 +1,645 @@
+"""Who wrote which episode: rows of two sessions never share one, whatever ends sessions or brings them back.
+
+Each case writes rows whose observations count on, so that every step shows whether it follows the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore.api import Settings
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.table import EpisodeTable
+from expstore.errors import SchemaError, StateError
+from expstore.maintenance.merge import merge
+from expstore.maintenance.resize import resize
+from expstore.maintenance.verify import verify
+from expstore.remote.transport import ARROW
+from tests.support.arrow_bodies import body_of
+from tests.support.forks import collect_from_child, in_child
+from tests.support.servers import Serving, process, serving
+
+Facts = list[tuple[int, str]]
+
+
+def rows(start: int, count: int, *, end: int = OPEN, traj: int | None = 0, n_step: int = 1) -> TensorDict:
+    """Return rows that observe `start`, `start + 1`, ...; `end` says what comes of the last of them."""
+    seen = torch.arange(start, start + count)[:, None]
+    last = (torch.arange(count) == count - 1)[:, None]
+    found = TensorDict(
+        {
+            "observation": seen.float(),
+            "next": {
+                "observation": (seen + n_step).float(),
+                "reward": torch.ones(count, 1),
+                "terminated": last & (end == TERMINATED),
+                "truncated": last & (end == TRUNCATED),
+            },
+        },
+        [count],
+    )
+    if traj is not None:
+        found["collector", "traj_ids"] = torch.full((count,), traj)
+    return found
+
+
+def opened(path: Path, **options: Any) -> TensorDictReplayBuffer:
+    return expstore.open(path / "run.exp", **options)
+
+
+def broken(rb: Any, *, n_step: int = 1) -> list[int]:
+    """Return the ids of rows that do not follow the row before them in their episode."""
+    storage = rb.storage
+    ids = storage.window.ids()
+    if storage.schema is None:
+        return []
+    places = [
+        storage.place_of(("observation",)),
+        len(storage.schema.fields) + 1,
+        len(storage.schema.fields) + 2,
+    ]
+    seen, episodes, steps = (np.asarray(column) for column in storage.read(ids, places))
+    seen = seen.reshape(ids.size, -1)
+    order = np.lexsort((steps, episodes))
+    same = np.diff(episodes[order]) == 0
+    follows = (np.diff(seen[order], axis=0) == 1).all(1) & (np.diff(steps[order]) == 1)
+    return ids[order][1:][same & ~follows].tolist()
+
+
+def episodes(rb: Any) -> Facts:
+    """Return length and status of each episode, by age."""
+    table = rb.episodes().arrow()
+    return list(zip(table["length"].to_pylist(), table["status"].to_pylist(), strict=True))
+
+
+def check(rb: Any, *expected: tuple[int, str]) -> None:
+    assert episodes(rb) == list(expected)
+    assert broken(rb) == []
+
+
+def read(path: Path, *expected: tuple[int, str]) -> None:
+    """Check what a reader finds, and that nothing is wrong with the store."""
+    with opened(path, mode="r") as rb:
+        check(rb, *expected)
+    assert verify(path / "run.exp") == []
+
+
+# -- openings --------------------------------------------------------------------------------------
+
+
+def restart(path: Path, source: str | None = "robot") -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4), source=source)
+    with opened(path) as rb:
+        check(rb, (4, "cut"))
+        rb.extend(rows(100, 3), source=source)
+        rb.extend(rows(103, 2), source=source)
+        check(rb, (4, "cut"), (5, "open"))
+    read(path, (4, "cut"), (5, "cut"))
+
+
+def kill(path: Path) -> None:
+    def life() -> None:
+        rb = opened(path)
+        rb.extend(rows(0, 4), source="robot")
+        rb.extend(rows(50, 2))
+        os.kill(os.getpid(), 9)
+
+    in_child(life)
+    with opened(path) as rb:
+        check(rb, (4, "cut"), (2, "cut"))
+        rb.extend(rows(100, 3), source="robot")
+        rb.extend(rows(150, 3))
+        check(rb, (4, "cut"), (2, "cut"), (3, "open"), (3, "open"))
+
+
+def truncated(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4, end=TRUNCATED), source="robot")
+        rb.extend(rows(4, 2, end=TRUNCATED), source="robot")  # in a session it may go on
+        check(rb, (6, "truncated"))
+    with opened(path) as rb:
+        rb.extend(rows(6, 3), source="robot")
+        check(rb, (6, "truncated"), (3, "open"))
+
+
+# -- one process -------------------------------------------------------------------------------------
+
+
+def two_torchrl_collectors(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
+        from torchrl.collectors import Collector
+
+    from tests.support.counting_env import Counting
+
+    class Endless(Counting):
+        def __init__(self, worker: int) -> None:
+            super().__init__(worker)
+            self.length = 10**6
+
+    with opened(path) as rb:
+        for worker in (0, 1):
+            collector = Collector(
+                Endless(worker), None, frames_per_batch=10, total_frames=30, replay_buffer=rb
+            )
+            for _ in collector:
+                pass
+            collector.shutdown()
+        assert episodes(rb) == [(30, "cut"), (30, "open")]
+        seen = rb[:]
+        follows = seen["observation"][1:] == seen["next", "observation"][:-1]
+        assert (~follows.all(-1)).nonzero().tolist() == [[29]]
+
+
+def two_gymnasium_collectors(path: Path) -> None:
+    import gymnasium
+
+    from expstore.collectors import Collector
+
+    with opened(path) as rb:
+        for seed in (1, 2):
+            env = gymnasium.make("CartPole-v1")
+            with Collector(env, None, rb, steps_per_lane=5, seed=seed) as collector:
+                collector.collect(5)
+        assert episodes(rb) == [(5, "cut"), (5, "open")]
+
+
+def restarted_inside(path: Path, size: int = 5) -> None:
+    """A collector begins anew under the same trajectory id, without a word."""
+    with opened(path) as rb:
+        for base in (0, 100, 200):
+            for start in range(base, base + 10, size):
+                part = rows(start, size)
+                rb.add(part[0]) if size == 1 else rb.extend(part)
+        check(rb, (10, "cut"), (10, "cut"), (10, "open"))
+
+
+def restarted_lane_of_one_row(path: Path) -> None:
+    """The first row of the new run ends its episode; the rest of the call shows how rows follow."""
+    with opened(path) as rb:
+        rb.extend(rows(0, 5, traj=None))
+        rb.extend(torch.cat([rows(100, 1, end=TERMINATED, traj=None), rows(200, 4, traj=None)]))
+        check(rb, (5, "cut"), (1, "terminated"), (4, "open"))
+
+
+def lanes(path: Path) -> None:
+    def steps(start: int, lanes: int, count: int) -> TensorDict:
+        return torch.stack([rows(start + 1000 * lane, count, traj=None) for lane in range(lanes)])
+
+    with opened(path) as rb:
+        rb.extend(steps(0, 4, 3), source="robot")
+        rb.extend(steps(3, 2, 2), source="robot")
+        check(rb, (5, "open"), (5, "open"), (3, "open"), (3, "open"))
+    with opened(path) as rb:
+        rb.extend(steps(5, 2, 2), source="robot")
+        check(rb, (5, "cut"), (5, "cut"), (3, "cut"), (3, "cut"), (2, "open"), (2, "open"))
+
+
+def multi_step(path: Path, single: bool = False) -> None:
+    """Next observations lie three steps ahead: nothing is compared, and nothing is cut."""
+    with opened(path) as rb:
+        for start in range(0, 12, 4):
+            part = rows(start, 4, n_step=3)
+            if single:
+                for row in part:
+                    rb.add(row)
+            else:
+                rb.extend(part)
+        check(rb, (12, "open"))
+
+
+# -- what replaces rows ------------------------------------------------------------------------------
+
+
+def empty(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4, end=TRUNCATED), source="robot")
+        rb.extend(rows(50, 3))
+        rb.empty()
+        rb.extend(rows(4, 3), source="robot")
+        rb.extend(rows(53, 2))
+        check(rb, (4, "truncated"), (3, "cut"), (3, "open"), (2, "open"))
+
+
+def loads(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 6), source="robot")
+        rb.dumps(path / "versions")
+        rb.extend(rows(6, 6), source="robot")
+        rb.loads(path / "versions")
+        check(rb, (6, "cut"))
+        rb.extend(rows(12, 6), source="robot")
+        rb.extend(rows(18, 1), source="robot")
+        check(rb, (6, "cut"), (7, "open"))
+
+
+def load_state_dict(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4), source="robot")
+        state = rb.state_dict()
+        rb.extend(rows(4, 2), source="robot")
+        rb.load_state_dict(state)
+        rb.extend(rows(6, 3), source="robot")
+        check(rb, (6, "cut"), (3, "open"))
+
+
+def load_state_dict_in_ram(path: Path) -> None:
+    first, second = expstore.TensorDictReplayBuffer(), expstore.TensorDictReplayBuffer()
+    first.extend(rows(0, 6), source="robot")
+    second.extend(rows(100, 2), source="robot")
+    second.load_state_dict(first.state_dict())
+    second.extend(rows(6, 3), source="robot")
+    check(second, (6, "cut"), (3, "open"))
+
+
+def copied_in_ram(path: Path) -> None:
+    first = expstore.TensorDictReplayBuffer()
+    first.extend(rows(0, 6))
+    second = pickle.loads(pickle.dumps(first))
+    assert second.storage.episodes.session != first.storage.episodes.session
+    first.extend(rows(6, 2))
+    second.extend(rows(6, 3))
+    check(first, (8, "open"))
+    check(second, (6, "cut"), (3, "open"))
+
+
+def merged(path: Path) -> None:
+    for name in ("one", "two"):
+        with opened(path / name) as rb:
+            rb.extend(rows(0, 4, end=TRUNCATED), source="robot")
+            rb.extend(rows(50, 3), session="client")
+    merge([path / "one/run.exp", path / "two/run.exp"], out=path / "run.exp")
+    with opened(path) as rb:
+        rb.extend(rows(4, 2), source="one/robot")
+        rb.extend(rows(53, 2), session="client")
+        check(rb, *[(4, "truncated"), (3, "cut")] * 2, (2, "open"), (2, "open"))
+
+
+def resized(path: Path) -> None:
+    with opened(path, capacity=20) as rb:
+        rb.extend(rows(0, 4), source="robot")
+        rb.extend(rows(50, 3), session="client")
+    resize(path / "run.exp", capacity=30)
+    with opened(path) as rb:
+        rb.extend(rows(4, 2), source="robot")
+        rb.extend(rows(53, 2), session="client")
+        check(rb, (4, "cut"), (5, "open"), (2, "open"))
+
+
+# -- clients -----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def served(path: Path, clock: Callable[[], float] | None = None) -> Iterator[Serving]:
+    more: dict[str, Any] = {} if clock is None else {"clock": clock}
+    with Serving(Settings(path=path, **more)) as server:
+        yield server
+
+
+def make(path: Path) -> None:
+    opened(path, mode="x", seed=3).close()
+
+
+def client(server: Serving) -> expstore.RemoteReplayBuffer:
+    return expstore.connect(f"{server.url}/run")
+
+
+def store_of(server: Serving) -> Any:
+    return server.app.state.stores.served("run")
+
+
+def two_clients(path: Path, source: str | None) -> None:
+    make(path)
+    with served(path) as server:
+        with client(server) as one, client(server) as two:
+            for at in range(0, 6, 3):
+                one.extend(rows(at, 3), source=source)
+                two.extend(rows(100 + at, 3), source=source)
+            check(store_of(server).rb, (6, "open"), (6, "open"))
+            one.close()
+            check(store_of(server).rb, (6, "cut"), (6, "open"))
+            two.extend(rows(106, 1), source=source)
+        check(store_of(server).rb, (6, "cut"), (7, "cut"))
+
+
+def restarted_server(path: Path) -> None:
+    """Remote sessions outlive the server; what the server wrote itself does not."""
+    make(path)
+    url = {"X-Session": "robot-arm"}
+    with served(path) as server:
+        post(server, rows(0, 4), url)
+        post(server, rows(50, 2), {})
+    read(path, (4, "open"), (2, "cut"))
+    with served(path) as server:
+        check(store_of(server).rb, (4, "open"), (2, "cut"))
+        post(server, rows(4, 2), url)
+        post(server, rows(52, 2), {})
+        check(store_of(server).rb, (6, "open"), (2, "cut"), (2, "open"))
+
+
+def killed_writer_of_clients(path: Path) -> None:
+    """As `restarted_server`, where the process that had the store was killed."""
+
+    def life() -> None:
+        rb = opened(path)
+        rb.extend(rows(0, 4), source="robot", session="client")
+        rb.extend(rows(50, 2), source="robot")
+        os.kill(os.getpid(), 9)
+
+    in_child(life)
+    with opened(path) as rb:
+        check(rb, (4, "open"), (2, "cut"))
+        rb.extend(rows(4, 2), source="robot", session="client")
+        rb.extend(rows(52, 2), source="robot")
+        check(rb, (6, "open"), (2, "cut"), (2, "open"))
+
+
+def killed_server(path: Path) -> None:
+    make(path)
+    with serving(path) as (child, told):
+        url = f"{told['listening']}/run"
+        with (
+            expstore.connect(url) as other,
+            expstore.connect(url, retries=expstore.Retries(seconds=30, first=0.01, seed=1)) as rb,
+        ):
+            rb.extend(rows(0, 4), source="robot")
+            child.kill()
+            child.wait()
+            with serving_at(path, url.rpartition(":")[2].partition("/")[0]):
+                rb.extend(rows(4, 2), source="robot")
+                assert episodes(rb) == [(6, "open")]
+                rb.close()
+                assert episodes(other) == [(6, "cut")]
+    with opened(path) as rb:
+        check(rb, (6, "cut"))
+
+
+@contextmanager
+def serving_at(path: Path, port: str) -> Iterator[None]:
+    with process(path, "--port", port, "--json") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline()
+        yield
+
+
+def post(server: Serving, data: TensorDict, headers: dict[str, str], source: str = "robot") -> httpx.Response:
+    url = f"{server.url}/v1/stores/run/extend"
+    headers = headers | {"Content-Type": ARROW}
+    answer = httpx.post(url, content=body_of(data), headers=headers, params={"source": source})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def late_retry(path: Path) -> None:
+    """A write that is known is answered, and its session stays ended."""
+    make(path)
+    clock = Clock()
+    with served(path, clock) as server:
+        headers = {"X-Session": "client", "Idempotency-Key": "client-1"}
+        first = post(server, rows(0, 4), headers)
+        clock.now = 7200
+        store_of(server).end_silent()
+        check(store_of(server).rb, (4, "cut"))
+        again = post(server, rows(0, 4), headers)
+        assert again.json() == first.json()
+        check(store_of(server).rb, (4, "cut"))
+        assert store_of(server).rb.episodes.remote_sessions() == []
+
+
+def silence(path: Path) -> None:
+    """Two hours without a word end a session; its rows open it again, with what was cut."""
+    make(path)
+    clock = Clock()
+    with served(path, clock) as server:
+        store = store_of(server)
+        post(server, rows(0, 4), {"X-Session": "silent"})
+        post(server, rows(50, 2), {"X-Session": "beating"})
+        for minute in range(1, 121):
+            clock.now = 60.0 * minute
+            url = f"{server.url}/v1/stores/run/session"
+            assert httpx.post(url, headers={"X-Session": "beating"}).status_code == 200
+            store.end_silent()
+            expected = "open" if minute < 60 else "cut"
+            assert episodes(store.rb) == [(4, expected), (2, "open")]
+        post(server, rows(4, 3), {"X-Session": "silent"})
+        check(store.rb, (7, "open"), (2, "open"))
+        clock.now += 3599
+        store.end_silent()
+        check(store.rb, (7, "open"), (2, "open"))
+
+
+def silence_counts_from_the_start(path: Path) -> None:
+    make(path)
+    with opened(path) as rb:
+        rb.extend(rows(0, 4), session="client")
+    clock = Clock()
+    clock.now = 1e6
+    with served(path, clock) as server:
+        store = store_of(server)
+        clock.now += 3599
+        store.end_silent()
+        check(store.rb, (4, "open"))
+        clock.now += 1
+        store.end_silent()
+        check(store.rb, (4, "cut"))
+
+
+def forked(path: Path) -> None:
+    """A forked child and an unpickled copy of a connection are clients of their own."""
+    make(path)
+    with served(path) as server, client(server) as rb:
+        rb.extend(rows(0, 3))
+
+        def work(tell: Callable[[Any], None]) -> None:
+            rb.extend(rows(100, 3))
+            rb.extend(rows(103, 1))
+            tell("written")
+
+        assert collect_from_child(work) == ["written"]
+        with pickle.loads(pickle.dumps(rb)) as copy:
+            copy.extend(rows(200, 3))
+            rb.extend(rows(3, 2))
+            check(store_of(server).rb, (5, "open"), (4, "open"), (3, "open"))
+
+
+# -- resume ------------------------------------------------------------------------------------------
+
+
+def resume(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4), source="robot")
+        rb.extend(rows(50, 4, traj=1), source="robot")
+        rb.extend(rows(80, 2), source="other")
+    with opened(path) as rb:
+        assert rb.episodes.resume("nobody").tolist() == []
+        assert rb.episodes.resume("robot").tolist() == [1, 2]
+        assert rb.episodes.resume("robot").tolist() == [1, 2]  # the same question, the same answer
+        check(rb, (4, "open"), (4, "open"), (2, "cut"))
+        rb.extend(rows(4, 2), source="robot")
+        rb.extend(rows(54, 1, traj=1), source="robot")
+        check(rb, (6, "open"), (5, "open"), (2, "cut"))
+        with pytest.raises(StateError, match="written rows of source 'robot' already"):
+            rb.episodes.resume("robot")
+    read(path, (6, "cut"), (5, "cut"), (2, "cut"))
+
+
+def resume_wrong(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4), source="robot")
+    with opened(path) as rb:
+        rb.episodes.resume("robot")
+        for wrong in (rows(100, 3), rows(100, 1), rows(4, 3, traj=9)):
+            with pytest.raises(SchemaError, match="does not continue episode 1"):
+                rb.extend(wrong, source="robot")
+        check(rb, (4, "open"))
+        assert len(rb) == 4
+        rb.extend(rows(4, 3), source="robot")  # nothing was changed
+        check(rb, (7, "open"))
+
+
+def resume_unchecked(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4, n_step=3), source="robot")
+    with opened(path) as rb:
+        assert rb.episodes.resume("robot", check=False).tolist() == [1]
+        rb.extend(rows(4, 3, n_step=3), source="robot")
+        check(rb, (7, "open"))
+
+
+def resume_of_clients(path: Path) -> None:
+    make(path)
+    with served(path) as server:
+        with client(server) as rb:
+            rb.extend(rows(0, 4), source="robot")
+        with client(server) as rb:
+            assert rb.episodes.resume("robot").tolist() == [1]
+            with pytest.raises(SchemaError, match="does not continue episode 1"):
+                rb.extend(rows(100, 2), source="robot")
+            rb.extend(rows(4, 2), source="robot")
+            check(store_of(server).rb, (6, "open"))
+            rb.episodes.end("robot")
+            check(store_of(server).rb, (6, "cut"))
+
+
+def ended_by_hand(path: Path) -> None:
+    with opened(path) as rb:
+        rb.extend(rows(0, 4, end=TRUNCATED), source="robot")
+        rb.extend(rows(50, 2), source="other")
+        rb.extend(rows(80, 2), source="robot", session="client")
+        rb.episodes.end("robot")
+        check(rb, (4, "truncated"), (2, "open"), (2, "cut"))
+        rb.extend(rows(4, 2), source="robot")
+        rb.extend(rows(52, 1), source="other")
+        check(rb, (4, "truncated"), (3, "open"), (2, "cut"), (2, "open"))
+        rb.episodes.end()
+        check(rb, (4, "truncated"), (3, "cut"), (2, "cut"), (2, "cut"))
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    "restart": restart,
+    "restart, unnamed": partial(restart, source=None),
+    "kill": kill,
+    "truncated": truncated,
+    "two collectors of TorchRL": two_torchrl_collectors,
+    "two collectors of gymnasium": two_gymnasium_collectors,
+    "restarted inside a session": restarted_inside,
+    "restarted inside a session, row by row": partial(restarted_inside, size=1),
+    "restarted with a row that ends": restarted_lane_of_one_row,
+    "lanes 4 to 2": lanes,
+    "MultiStep": multi_step,
+    "MultiStep, row by row": partial(multi_step, single=True),
+    "empty": empty,
+    "loads": loads,
+    "load_state_dict": load_state_dict,
+    "load_state_dict in RAM": load_state_dict_in_ram,
+    "copied in RAM": copied_in_ram,
+    "merge": merged,
+    "resize": resized,
+    "two clients, unnamed": partial(two_clients, source=None),
+    "two clients, one name": partial(two_clients, source="robot"),
+    "server restarted": restarted_server,
+    "killed writer of clients": killed_writer_of_clients,
+    "server killed": killed_server,
+    "late retry": late_retry,
+    "two hours of silence": silence,
+    "silence counts from the start": silence_counts_from_the_start,
+    "fork": forked,
+    "resume": resume,
+    "resume, wrong": resume_wrong,
+    "resume, unchecked": resume_unchecked,
+    "resume of clients": resume_of_clients,
+    "ended by hand": ended_by_hand,
+}
+
+
+@pytest.mark.index
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torchrl", "ignore::FutureWarning:torchrl")
+@pytest.mark.parametrize("case", CASES)
+def test_sessions(case: str, tmp_path: Path) -> None:
+    """Episodes are those of one session, and each row follows the one before it."""
+    CASES[case](tmp_path)
+
+
+def _cut_all(table: EpisodeTable, time: int, sequence: int) -> Any:
+    from expstore.episodes.sessions import End
+
+    live = [key for key in table.live_sessions() if key != table.session]
+    return table.apply(End(time, (), tuple(live)), sequence)
+
+
+def _cut_none(table: EpisodeTable, time: int, sequence: int) -> Any:
+    return []
+
+
+@pytest.mark.index
+@pytest.mark.parametrize(
+    ("mutant", "case"),
+    [
+        (_cut_all, "server restarted"),
+        (_cut_all, "killed writer of clients"),
+        (_cut_none, "kill"),
+        (_cut_none, "killed writer of clients"),
+    ],
+)
+def test_a_wrong_opening_is_seen(
+    mutant: Any, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An opening that cuts episodes of live clients too, or none at all, fails the test of sessions."""
+    monkeypatch.setattr(EpisodeTable, "end_local", mutant)
+    with pytest.raises(AssertionError):
+        CASES[case](tmp_path)
+
+
+def test_many_ids_of_sessions_take_no_memory() -> None:
+    from expstore.api.sessions import Heard
+
+    heard = Heard(lambda: 0.0)
+    for number in range(1000):
+        heard.note(str(number))
+    assert not heard._last
