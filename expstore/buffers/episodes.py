@@ -67,7 +67,7 @@ class Episodes:
         """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
 
         Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
-        info`.
+        info`. `return` is NULL where rows have no reward.
 
         Args:
             where: Which ones: an SQL expression over these columns; None: all.

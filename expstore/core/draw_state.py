@@ -87,9 +87,9 @@ class DrawPosition:
 
     def __init__(self) -> None:
         self.lock_order = LockOrder()
-        self.draws = self.new_draws()
+        self.draws = self._new_draws()
 
-    def new_draws(
+    def _new_draws(
         self,
         number: int = 0,
         progress: tuple[int, ...] = NO_PROGRESS,

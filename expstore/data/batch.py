@@ -453,12 +453,24 @@ def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
     """Return the dims that each group of fields has of its own; None: no group has any.
 
     Where a field that came later does not have them, its group has those of its parent.
+
+    Raises:
+        SchemaError: The schema's form is damaged: it may have come from another process.
     """
-    form = json.loads(schema.form or "{}")
-    noted = {tuple(path): (tuple(sizes), tuple(names)) for path, sizes, names in form.get("nested", ())}
+    if not schema.form:
+        return None
+    try:
+        form = json.loads(schema.form)
+        inner = len(form.get("batch_size", ()))
+        noted: dict[Key, Dims] = {
+            tuple(path): (tuple(sizes), tuple(names)) for path, sizes, names in form.get("nested", ())
+        }
+        if any(len(sizes) != len(names) or not _are_names(names) for sizes, names in noted.values()):
+            raise ValueError(f"dims {noted}")
+    except (ValueError, TypeError, AttributeError, RecursionError) as exc:
+        raise SchemaError(f"what the schema says of nested TensorDicts cannot be read: {exc}") from exc
     if not noted:
         return None
-    inner = len(form.get("batch_size", ()))
     found: list[Dims] = [((), ())]
     for path, (parent, _) in zip(tree.paths[1:], tree.parents, strict=True):
         sizes, names = noted.get(path, found[parent])
@@ -466,6 +478,12 @@ def _group_dims(schema: Schema, tree: _Tree) -> list[Dims] | None:
         fits = all(shape[: len(sizes)] == sizes for shape in shapes)
         found.append((sizes, names) if fits else found[parent])
     return found
+
+
+def _are_names(names: Sequence[Any]) -> bool:
+    """Return whether dims may bear these names: each is a text or None, and no text comes twice."""
+    texts = [name for name in names if name is not None]
+    return all(isinstance(name, str) for name in texts) and len(set(texts)) == len(texts)
 
 
 def _tensordict(

@@ -210,7 +210,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
                 self.horizon, self.retired = arrival.last, arrival.low
                 limits = base["limits"][0], base["limits"][1]
-                self.draws = self.new_draws(
+                self.draws = self._new_draws(
                     base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"])
                 )
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)

@@ -247,7 +247,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     def _draws_of(self, past: Past) -> DrawState:
         """Return where the draws were, as the journal and STATE have it."""
-        draws = self.new_draws(past.draw, past.progress, past.limits, past.randomness)
+        draws = self._new_draws(past.draw, past.progress, past.limits, past.randomness)
         state = self._state
         if self.same_boot and state.get("generation") >= past.base["generation"]:
             # Otherwise it is of what a load has replaced.

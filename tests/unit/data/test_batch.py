@@ -15,7 +15,7 @@ import expstore
 from expstore.data.batch import Batch, Builder, StepReader, flatten
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import find_keys
-from expstore.schema.schema import Schema
+from expstore.schema.schema import Field, Schema
 from tests.support.tensor_bits import DTYPES, bits, random_bits
 
 
@@ -291,3 +291,15 @@ def test_rows_along_all_dims_keep_those_of_nested_tensordicts(tmp_path: Path) ->
             "agents": ((5, 3), [None, "agent"]),
             ("agents", "deep"): ((5, 3, 2), [None, "agent", None]),
         }
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["[", "7", '{"nested": 3}', '{"nested": [3]}', '{"nested": [["a", [3], []]]}',
+     '{"nested": [[["a"], [3], [4]]]}', '{"nested": [[["a"], [3, 3], ["x", "x"]]]}',
+     '{"batch_size": 3}', "[" * 50_000],
+    ids=range(9),
+)  # fmt: skip
+def test_a_damaged_form_is_refused(form: str) -> None:
+    with pytest.raises(SchemaError, match="nested TensorDicts cannot be read"):
+        Builder(Schema([Field(("a", "x"), "float32", (3,))], form))
