@@ -184,8 +184,9 @@ def test_masked_steps_are_told_apart_by_their_trajectories(store_path: Path) -> 
     """Split trajectories stand in other lanes each time."""
     with expstore.open(store_path, batch_size=4, seed=1) as rb:
         hook = ReplayBufferTrainer(rb, flatten_tensordicts=True)
-        for first, names in ((0, [7, 8]), (3, [8, 7])):
-            data = batch_of(2, 3, first)
+        # One step of trajectory 8 is padding in the first batch.
+        second = torch.stack([batch_of(2, 3, 2)[1], batch_of(2, 3, 3)[0]])
+        for first, data, names in ((0, batch_of(2, 3, 0), [7, 8]), (3, second, [8, 7])):
             data["collector"] = TensorDict(
                 {
                     "traj_ids": torch.tensor(names)[:, None].expand(2, 3),

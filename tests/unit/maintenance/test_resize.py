@@ -104,7 +104,8 @@ class World:
     capacity: int | None
     layout: str
     low: int = 0
-    rows: list[tuple[int, str, int, float]] = field(default_factory=list)  # and priority
+    #: Number, name and number of its episode, step, priority.
+    rows: list[tuple[int, tuple[str, int, int], int, float]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     largest: float = 1.0
 
@@ -125,7 +126,9 @@ class World:
     def extend(self, rb: TensorDictReplayBuffer, count: int, source: str) -> None:
         first, start = len(self.rows), self.counts.get(source, 0)
         rb.extend(batch(count, first, step=start), source=source)
-        self.rows += [(first + n, source, start + n, self.largest) for n in range(count)]
+        for which in range(start, start + count):  # an opening is a session: it begins an episode
+            episode, step = (source, start, which // EPISODE), min(which - start, which % EPISODE)
+            self.rows.append((first + which - start, episode, step, self.largest))
         self.counts[source] = start + count
         self.trim()
 
@@ -133,12 +136,12 @@ class World:
         if self.live:
             place = self.low + int(share * (len(self.live) - 1))
             rb.update_priority(id=[place + 1], priority=[priority])
-            number, source, which, _ = self.rows[place]
-            self.rows[place] = number, source, which, priority
+            number, episode, step, _ = self.rows[place]
+            self.rows[place] = number, episode, step, priority
             self.largest = max(self.largest, priority)
 
     @property
-    def live(self) -> list[tuple[int, str, int, float]]:
+    def live(self) -> list[tuple[int, tuple[str, int, int], int, float]]:
         return self.rows[self.low :]
 
     def trim(self) -> None:
@@ -154,9 +157,9 @@ class World:
             np.testing.assert_array_equal(found["id"], numbers + 1)
             np.testing.assert_array_equal(found["frame"], noise_frames(numbers, *SHAPE).numpy())
             np.testing.assert_array_equal(found["next.frame"], noise_frames(numbers + 1, *SHAPE).numpy())
-            assert found["step"].tolist() == [which % EPISODE for _, _, which, _ in self.live]
+            assert found["step"].tolist() == [step for _, _, step, _ in self.live]
             assert found["priority"].tolist() == [np.float32(row[3]) for row in self.live]
-            named = [(source, which // EPISODE) for _, source, which, _ in self.live]
+            named = [episode for _, episode, _, _ in self.live]
             pairs = set(zip(named, found["episode"].tolist(), strict=True))
             assert len(pairs) == len(set(named)) == len(np.unique(found["episode"]))
             (live,) = rb.sql("SELECT sum(live_rows) FROM episodes").fetchall()
