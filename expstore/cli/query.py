@@ -69,20 +69,18 @@ def _query(catalog: Catalog, query: str, most: int | None) -> Result:
 
 def _interruptibly(ask: Callable[[], Result]) -> Result:
     """Ask in a thread: while DuckDB works in this one it does not always hear of Ctrl-C."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        answer = pool.submit(ask)
-        while not answer.done():
-            # The system may deliver the signal to another thread, which does not wake this one.
-            wait([answer], _LISTEN_SECONDS)
-        return answer.result()
-    except KeyboardInterrupt:
-        # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGINT)
-        raise
-    finally:
-        pool.shutdown(wait=False)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            answer = pool.submit(ask)
+            while not answer.done():
+                # The system may deliver the signal to another thread, which does not wake this one.
+                wait([answer], _LISTEN_SECONDS)
+            return answer.result()
+        except KeyboardInterrupt:
+            # Python would wait for the thread; this is how programs end that do not catch Ctrl-C.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGINT)
+            raise
 
 
 def _union(answers: list[tuple[Path, Result]]) -> Result:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
+from pyarrow.acero import Declaration, FilterNodeOptions, TableSourceNodeOptions
 
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ShownDataset"]
 
 _NUMBER = "__number"
+_NO_ROWS = np.empty(0, np.int64)
 
 
 class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
@@ -69,9 +71,11 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         shown += [pa.field(name, pa.string()) for name in self._texts]
         return pa.schema([*shown, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
 
-    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None, **options: Any) -> ds.Scanner:
+    def scanner(self, columns: Sequence[str] | None = None, filter: Any = None) -> _Scan:
         """Read `columns` of the rows that pass `filter`."""
-        names = set(self._raw.column_names if columns is None else columns)
+        shown = self.schema
+        columns = shown.names if columns is None else columns
+        names = set(columns)
         # The filter may name columns that are not read. A word too many only costs time.
         asked = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
         names |= asked
@@ -83,13 +87,16 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         raw = self._raw.select(kept)
         for name in [name for name in self._texts if name in names]:
             raw = raw.append_column(name, pa.chunked_array(map(_as_texts, self._texts[name]), pa.string()))
-        schema = pa.schema([self.schema.field(name) for name in raw.column_names])
-        batches = self._batches(raw, schema)
-        if packed := [name for name in self._packed if name in names]:
-            batches = self._unpacked(batches, packed, None if asked & set(packed) else filter)
-            schema = pa.schema([*schema, *(self.schema.field(name) for name in packed)])
-            options = {"batch_readahead": 1, **options}
-        return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, **options)
+        batches = self._batches(raw, pa.schema([shown.field(name) for name in raw.column_names]))
+        packed = [name for name in self._packed if name in names]
+        if packed and asked & set(packed):
+            batches = _filtered(self._unpacked(batches, packed, None), filter)
+        elif packed:
+            batches = self._unpacked(batches, packed, filter)
+        elif filter is not None:
+            batches = _filtered(batches, filter)
+        schema = pa.schema([shown.field(name) for name in columns])
+        return _Scan(schema, (batch.select(schema.names) for batch in batches))
 
     def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in raw.to_batches(max_chunksize=tuning.SQL_BATCH_ROWS):
@@ -130,6 +137,25 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         return error
 
 
+class _Scan:
+    """One reading of the columns, batch by batch, in the thread that asks for a batch.
+
+    Not pyarrow's own scanner: it reads ahead in threads of Arrow, which are still at work when a query with a
+    LIMIT has its rows, and end the process if the interpreter ends before them.
+
+    Args:
+        schema: Of the batches.
+        batches: Read once.
+    """
+
+    def __init__(self, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+        self._schema, self._batches = schema, batches
+
+    def to_reader(self) -> pa.RecordBatchReader:
+        """Return what DuckDB reads; as soon as DuckDB drops it no batch is read any more."""
+        return pa.RecordBatchReader.from_batches(self._schema, self._batches)
+
+
 class _Pace:
     """Say how many rows come out of columns at a time, and when they are too many.
 
@@ -166,9 +192,24 @@ class _Pace:
 
 def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
     """Return the numbers of the rows that pass a filter."""
-    numbers = pa.array(np.arange(len(batch)))
-    table = pa.Table.from_batches([batch]).append_column(_NUMBER, numbers)
-    return np.sort(table.filter(filter).column(_NUMBER).to_numpy())
+    numbered = batch.append_column(_NUMBER, pa.array(np.arange(len(batch))))
+    found = _filter(numbered, filter)
+    return np.sort(np.concatenate([_NO_ROWS, *(part.column(_NUMBER).to_numpy() for part in found)]))
+
+
+def _filtered(batches: Iterator[pa.RecordBatch], filter: Any) -> Iterator[pa.RecordBatch]:
+    for batch in batches:
+        yield from _filter(batch, filter)
+
+
+def _filter(batch: pa.RecordBatch, filter: Any) -> list[pa.RecordBatch]:
+    """Return the rows that pass a filter; no thread but this one works on it."""
+    steps = [
+        Declaration("table_source", TableSourceNodeOptions(pa.Table.from_batches([batch]))),
+        Declaration("filter", FilterNodeOptions(filter)),
+    ]
+    found: list[pa.RecordBatch] = Declaration.from_sequence(steps).to_table(use_threads=False).to_batches()
+    return found
 
 
 def _beside(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:

@@ -128,11 +128,7 @@ class _Child:
         """Start the threads that queries need: afterwards none can be started."""
         pa.set_cpu_count(1)
         pa.set_io_thread_count(1)
-        import pyarrow.dataset as ds
-
         self._catalog.query("SELECT 1", None)
-        batches = [pa.record_batch({"n": [1, 2]})] * 4
-        ds.Scanner.from_batches(batches, schema=batches[0].schema, filter=ds.field("n") > 1).to_table()
 
     def _index_bytes(self) -> int:
         """Guess what the index takes."""

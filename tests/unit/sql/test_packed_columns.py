@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.errors import CorruptionError, QueryError
+from expstore.sql import arrow_dataset
 from expstore.sql.projection import named_members
 from expstore.storages.columns.packed import column
 from expstore.storages.format.layout import ColumnLayout
@@ -228,3 +234,63 @@ def test_the_oldest_rows_are_those_of_the_window(store_path: Path) -> None:
     with make(store_path) as rb:
         found = rb.sql("SELECT number, image[1][1] FROM transitions WHERE _id < 210 ORDER BY _id").fetchall()
         assert found == [(number, number * 3 % 256) for number in range(200, 209)]
+
+
+def test_a_query_with_a_limit_leaves_no_reader_behind(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What reads ahead in a thread of Arrow's would end the process if the interpreter ended before it."""
+    monkeypatch.setattr(tuning, "SQL_BATCH_BYTES", 200)
+    read: list[int] = []
+    alive: set[int] = set()
+    ahead = threading.Event()
+    unpacked = arrow_dataset.ShownDataset._unpacked
+
+    def watched(self: Any, *arguments: Any) -> Iterator[Any]:
+        alive.add(number := len(read))
+        read.append(0)
+        try:
+            for batch in unpacked(self, *arguments):
+                if read[number]:
+                    ahead.wait(2)  # long after the query has its rows
+                read[number] += 1
+                yield batch
+        finally:
+            alive.discard(number)
+
+    monkeypatch.setattr(arrow_dataset.ShownDataset, "_unpacked", watched)
+    with make(store_path) as rb, expstore.open(store_path, mode="r") as follower:
+        for reader in (rb, follower):
+            for query in (
+                "SELECT image FROM transitions LIMIT 2",
+                "SELECT image FROM transitions WHERE _id > 300 LIMIT 1",
+            ):
+                assert len(reader.sql(query)) <= 2
+                assert not alive
+    ahead.set()
+    assert read == [1, 1, 1, 1]
+
+
+def run_sql(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "expstore",
+        "sql",
+        str(path),
+        "SELECT * FROM transitions LIMIT 2",
+        "--json",
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.torture
+def test_many_processes_end_after_a_query_with_a_limit(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # shards as long as ever
+    with expstore.open(store_path, layout="packed") as rb:
+        rb.extend(TensorDict({"image": torch.arange(4000)[:, None].repeat(1, 7056).to(torch.uint8)}, [4000]))
+    with ThreadPoolExecutor(8) as pool:
+        for done in pool.map(run_sql, [store_path] * 40):
+            assert (done.returncode, done.stderr, len(json.loads(done.stdout))) == (0, "", 2)
