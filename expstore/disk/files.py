@@ -309,6 +309,13 @@ class File:
                 os.close(fd)
 
 
+class _ReadFile(File):
+    """A file that is open for reading: closed at the latest when nothing refers to it."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Disk:
     """Act on the file system.
 
@@ -336,7 +343,8 @@ class Disk:
         try:
             if create and not path.exists():
                 self.gate("create", path)
-            return File(self, path, _open_regular(path, flags))
+            kind = File if write or create else _ReadFile
+            return kind(self, path, _open_regular(path, flags))
         except OSError as exc:
             raise _failed("open", path, exc) from exc
 

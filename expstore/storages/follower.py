@@ -69,6 +69,11 @@ class _Source:
             return view is self.seen
         return view[: len(self.seen)] == self.seen
 
+    def close(self) -> None:
+        """Close the files of the columns; mapped rows can still be read. The storage's lock is held."""
+        if self.columns is not None:
+            self.columns.close()
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
@@ -197,19 +202,22 @@ class FollowerStorage(FolderStorage):
             and watch.writer_lives(unseen=self._unseen)
         )
         if live and view is not None:
-            columns = open_columns(self)
-            if columns is not None:
-                columns.look(self._slots_of(view.last))
-                if view.last > view.retired:  # else there is none, and ids before were never written
-                    columns.look_to(view.last)
-            source, found = _Source(True, view[:2], columns), None
+            source, found = _Source(True, view[:2], open_columns(self)), None
         else:
             found = replay(self, same_boot=fits)
             source = _Source(False, view, found.columns, found.overlay)
-        if source.columns is not None and self._origin.forked:
-            source.columns.do_without_threads()
-        if not source.holds(watch.look()):
-            raise StorageError(f"{self.path} kept changing while it was looked at", hint="try again")
+        try:
+            if found is None and view is not None and source.columns is not None:
+                source.columns.look(self._slots_of(view.last))
+                if view.last > view.retired:  # else there is none, and ids before were never written
+                    source.columns.look_to(view.last)
+            if source.columns is not None and self._origin.forked:
+                source.columns.do_without_threads()
+            if not source.holds(watch.look()):
+                raise StorageError(f"{self.path} kept changing while it was looked at", hint="try again")
+        except BaseException:
+            source.close()
+            raise
         self._watch = watch
         self._take_over(source, found, 0 if view is None else view.last)
 
@@ -246,7 +254,8 @@ class FollowerStorage(FolderStorage):
         if source.columns is not None:
             self.priorities = _priorities(source.columns, source.overlay, self._slots_of(last))
         self._known = last
-        self._source = source
+        former, self._source = self._source, source
+        former.close()
         self._turns += 1
         self.upheavals += 1
         self.takeovers += 1
@@ -553,6 +562,7 @@ class FollowerStorage(FolderStorage):
             self._closed = True
             if self._archived is not None:
                 self._archived.close()
+            self._source.close()
             self._source, self.episodes = _Source(), EpisodeTable()
             self._watch.close()
             if self._chronicle is not None:

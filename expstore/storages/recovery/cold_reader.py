@@ -75,12 +75,20 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
         StorageError: A file could not be read; a writer that has just come may have removed it.
     """
     records = read_journal(storage.disk, storage.path / JOURNAL)
-    columns = open_columns(storage)
     if not records:
-        if columns is not None:
+        if storage.manifest.schema is not None:
             raise no_records(storage.disk, storage.path / JOURNAL)
-        return Replay(None, columns, Overlay(), EpisodeTable())
-    past = read_past(records, storage.manifest.gaps)
+        return Replay(None, None, Overlay(), EpisodeTable())
+    columns = open_columns(storage)
+    try:
+        return _replay(storage, read_past(records, storage.manifest.gaps), columns, same_boot=same_boot)
+    except BaseException:
+        if columns is not None:
+            columns.close()
+        raise
+
+
+def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, same_boot: bool) -> Replay:
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
         columns.look(_slots_of(storage, past.synced))

@@ -40,6 +40,7 @@ class SegmentReader(Segments):
         self._looked = False
         self._last: tuple[File, Segment] | None = None  # the newest one, to which more batches may come
         self._live = False
+        self._closed = False
 
     def open_all(self) -> None:
         """Find all that is there, once; `look_to` finds what comes later."""
@@ -68,6 +69,8 @@ class SegmentReader(Segments):
                 self._last = file, segment
             else:
                 file.close()
+        if self._closed:
+            self._close_last()
         self.show_all(found)
 
     def look_to(self, last: int) -> None:
@@ -157,6 +160,11 @@ class SegmentReader(Segments):
             self._last = None
 
     def close(self) -> None:
-        """Close the files; what is mapped goes when nobody reads it any more."""
-        self._close_last()
-        super().close()
+        """Close the files; maps are removed with the last array over them.
+
+        A thread that is still taking rows may look for more of them; afterwards no file is open either.
+        """
+        with self.changing:
+            self._closed = True
+            self._close_last()
+            super().close()

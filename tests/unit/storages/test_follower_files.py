@@ -1,0 +1,178 @@
+"""What followers hold open: after any number of openings and changes no more files than after the first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorStack, TensorDict
+
+import expstore
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+
+pytestmark = pytest.mark.index
+
+KINDS: dict[str, dict[str, Any]] = {
+    "packed": {"layout": "packed"},
+    "flat": {"layout": "flat"},
+    "arrow": {"storage": "arrow"},
+}
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def open_columns() -> list[str]:
+    names = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(name) for name in names if name.is_symlink()]
+    return [target for target in targets if "/columns/" in target]
+
+
+def check_constant(counts: list[int]) -> None:
+    """Assert that no file more is open in the end; the writer beside the follower opens and closes some."""
+    assert max(counts[3:]) <= max(counts[:3])
+
+
+def rows(kind: str, count: int, start: int = 0) -> TensorDict:
+    number = torch.arange(start, start + count)
+    image = number[:, None].repeat(1, 300).to(torch.uint8)
+    batch = TensorDict({"number": number, "image": image}, [count])
+    if kind == "arrow":
+        batch["text"] = NonTensorStack(*("t" * (n % 5) for n in number.tolist()))
+    return batch
+
+
+def make(path: Path, kind: str, count: int = 30) -> Path:
+    """A closed store whose last chunk is not full, and one whose last shard has no name yet."""
+    with open_new(path, kind) as rb:
+        rb.extend(rows(kind, count))
+    return path
+
+
+def open_new(path: Path, kind: str) -> TensorDictReplayBuffer:
+    return expstore.open(path, seed=0, **KINDS[kind])
+
+
+def open_often(path: Path, times: int, *, close: bool) -> None:
+    for _ in range(times):
+        rb = expstore.open(path, mode="r")
+        assert rb[29]["number"] == 29
+        if close:
+            rb.close()
+
+
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_opening_leaves_no_file_open(store_path: Path, kind: str, close: bool) -> None:
+    make(store_path, kind)
+    open_often(store_path, 1, close=close)
+    before = open_files()
+    open_often(store_path, 5, close=close)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_opening_beside_a_writer_leaves_no_file_open(store_path: Path, kind: str) -> None:
+    with open_new(store_path, kind) as rb:
+        rb.extend(rows(kind, 30))
+        open_often(store_path, 1, close=True)
+        before = open_files()
+        open_often(store_path, 5, close=True)
+        assert open_files() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_keeps_no_file_of_the_writers_before(store_path: Path, kind: str) -> None:
+    make(store_path, kind)
+    with expstore.open(store_path, mode="r") as follower:
+        counts = []
+        for turn in range(5):
+            with expstore.open(store_path) as rb:
+                rb.extend(rows(kind, 20, start=30 + 20 * turn))
+                assert len(follower) == 50 + 20 * turn
+            follower.sample(3)
+            assert follower[49 + 20 * turn]["number"] == 49 + 20 * turn
+            counts.append(open_files())
+    check_constant(counts)
+
+
+@pytest.mark.parametrize("kind", ["packed", "flat"])
+def test_a_follower_keeps_no_file_of_columns_before(store_path: Path, kind: str) -> None:
+    make(store_path, kind)
+    with expstore.open(store_path) as rb, expstore.open(store_path, mode="r") as follower:
+        counts = []
+        for turn in range(4):
+            rb.add_column(f"more{turn}", fill=turn)
+            assert follower[29][f"more{turn}"] == turn
+            rb.drop_column(f"more{turn}")
+            assert f"more{turn}" not in follower[29].keys()  # noqa: SIM118
+            counts.append(open_files())
+    check_constant(counts)
+
+
+def load_often(path: Path, version: Path, times: int) -> list[int]:
+    """Load a version beneath a follower, again and again; return how many files were open each time."""
+    counts = []
+    with expstore.open(path) as rb, expstore.open(path, mode="r") as follower:
+        rb.dumps(version)
+        for _ in range(times):
+            rb.loads(version)
+            assert len(follower) == 30
+            assert follower["number"].tolist() == list(range(30))
+            counts.append(open_files())
+    return counts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_keeps_no_file_of_loads_before(store_path: Path, tmp_path: Path, kind: str) -> None:
+    counts = load_often(make(store_path, kind), tmp_path / "version", 5)
+    check_constant(counts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_a_closed_source_can_still_be_read(store_path: Path, kind: str) -> None:
+    make(store_path, kind)
+    with expstore.open(store_path, mode="r") as follower:
+        columns: Any = follower.storage._source.columns
+        with expstore.open(store_path) as rb:
+            rb.extend(rows(kind, 20, start=30))
+            assert len(follower) == 50
+            before = open_files()
+            # As a thread does that began to read before the follower looked again.
+            numbers, _ = columns.take(torch.arange(30).numpy(), [0, 1])
+            assert list(numbers) == list(range(30))
+            assert open_files() == before
+
+
+def test_a_look_that_fails_leaves_no_file_open(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(store_path, "packed")
+    failed: list[Exception] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("expstore.storages.follower._Source.holds", lambda *_: False)
+        try:
+            expstore.open(store_path, mode="r")
+        except expstore.errors.StorageError as exc:
+            failed.append(exc)  # its traceback holds what the look opened
+    assert failed
+    assert open_columns() == []
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_openings_leave_no_file_open(store_path: Path, kind: str) -> None:
+    make(store_path, kind)
+    open_often(store_path, 1, close=True)
+    before = open_files()
+    open_often(store_path, 1000, close=True)
+    assert open_files() == before
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_loads_leave_no_file_open(store_path: Path, tmp_path: Path, kind: str) -> None:
+    counts = load_often(make(store_path, kind), tmp_path / "version", 100)
+    check_constant(counts)
