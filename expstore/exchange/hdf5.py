@@ -6,6 +6,7 @@ read a piece at a time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.disk.files import Disk
-from expstore.errors import StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
     Exported,
@@ -131,7 +132,8 @@ def import_hdf5(
 ) -> Imported:
     """Make a store of an HDF5 file with a row per transition, such as D4RL's; otherwise as `import_npz`.
 
-    The group `metadata` and single values are about the file, and left out.
+    The group `metadata` and single values are about the file, and left out. A file with a group per
+    episode is refused.
 
     Args:
         source: The file.
@@ -193,6 +195,8 @@ class _Reader:
         self.notes: list[str] = []
         self.columns: list[Column] = []
         self.lengths: list[int] = []
+        if not self.about:
+            _refuse_groups_of_episodes(file, path)
         for name, dataset in datasets_in(file):
             if name.split("/")[0] == _METADATA:
                 if "'metadata' is about the file, and left out" not in self.notes:
@@ -211,6 +215,43 @@ class _Reader:
             return [np.asarray(self._file["/".join(column.path)][part]) for column in wanted]
         except OSError as exc:
             raise StorageError(f"cannot read {self._path}: {exc}") from exc
+
+
+#: Groups whose names are a word and a number, by the word; of the known ones there may be a single one.
+_NUMBERED = re.compile(r"(\D+?)[_-]?\d+")
+_EPISODES = {"trial", "episode", "ep", "demo", "traj", "trajectory", "rollout", "run"}
+
+
+def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
+    """Refuse a file that has a group per episode, at its top or in one group there.
+
+    Raises:
+        SchemaError: It has.
+    """
+    places = [("", file), *((f"{name}/", item) for name, item in file.items() if hasattr(item, "items"))]
+    for above, place in places:
+        found: dict[str, list[str]] = {}
+        for name, item in place.items():
+            if hasattr(item, "items") and datasets_in(item) and (parts := _NUMBERED.fullmatch(name)):
+                found.setdefault(parts[1], []).append(name)
+        for word, names in found.items():
+            if word.lower() in _EPISODES or (len(names) > 1 and _differ(place, names)):
+                shown = ", ".join(f"{above}{name}" for name in names[:3]) + (", ..." if names[3:] else "")
+                raise SchemaError(
+                    f"{path} has a group per episode ({shown}: {len(names)} of them), and import reads one "
+                    "dataset per field, with the rows of all episodes one behind another",
+                    kind="layout",
+                    hint="join the datasets of these groups into one per field, with 'timeouts' or "
+                    "'terminals' true at each episode's last row, or extend a store episode by episode",
+                )
+
+
+def _differ(place: Any, names: Sequence[str]) -> bool:
+    """Return whether groups have the same datasets, of different lengths."""
+    held = [datasets_in(place[name]) for name in names]
+    if len({tuple(name for name, _ in one) for one in held}) > 1:
+        return False
+    return len({dataset.shape[0] for one in held for _, dataset in one if dataset.shape}) > 1
 
 
 def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:

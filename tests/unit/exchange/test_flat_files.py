@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -422,3 +423,34 @@ def test_names_lead_there_and_back() -> None:
         ("next", "z"),
     ]:
         assert field_names.our_key(field_names.their_path(key), {}) == key
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["Trial0", "Trial1", "Trial2", "Trial3"], "Trial0, Trial1, Trial2, ...: 4"),
+        (["episode_0"], "episode_0: 1"),
+        (["data/demo_0", "data/demo_1"], "data/demo_0, data/demo_1: 2"),
+        (["x1", "x2"], "x1, x2: 2"),
+    ],
+)
+def test_a_group_per_episode_is_refused(tmp_path: Path, names: list[str], shown: str) -> None:
+    path = tmp_path / "x.hdf5"
+    with h5py.File(path, "w") as file:
+        for length, name in enumerate(names, 3):
+            file[f"{name}/actions"] = np.zeros((length, 2), np.float32)
+            file[f"{name}/rewards"] = np.zeros(length, np.float32)
+    with pytest.raises(SchemaError, match=re.escape(f"a group per episode ({shown} of them)")) as caught:
+        import_hdf5(path, tmp_path / "x.exp")
+    assert caught.value.kind == "layout"
+    assert [item.name for item in tmp_path.iterdir()] == ["x.hdf5"]
+
+
+def test_groups_of_agents_are_fields(tmp_path: Path) -> None:
+    path = tmp_path / "x.hdf5"
+    with h5py.File(path, "w") as file:
+        for agent in range(2):
+            file[f"agent_{agent}/actions"] = np.full((5, 2), agent, np.float32)
+        file["rewards"] = np.zeros(5, np.float32)
+        file["terminals"] = np.zeros(5, bool)
+    assert import_hdf5(path, tmp_path / "x.exp").rows == 5
