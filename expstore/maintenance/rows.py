@@ -21,14 +21,13 @@ from expstore.maintenance.findings import Finding, Inspection, runs_of
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.format.paths import LOG
+from expstore.storages.format.paths import INDEX, LOG, index_path
 from expstore.storages.format.records import Publish
 from expstore.storages.recovery.recover import Past, retell
 
 __all__ = ["check_ids", "check_index", "check_log", "check_rows", "ends_of", "read_fragments"]
 
 _NAMES = [entry.key[1] for entry in ROW_FIELDS]
-INDEX = "index.duckdb"
 
 
 def check_ids(inspection: Inspection) -> None:
@@ -179,8 +178,8 @@ def check_index(inspection: Inspection) -> None:
 
     Only for a store in which nothing else was found: they could not be made otherwise.
     """
-    path = inspection.path / INDEX
-    if inspection.past is None or inspection.found or not inspection.disk.exists(path):
+    path = index_path(inspection.path)
+    if path is None or inspection.past is None or inspection.found or not inspection.disk.exists(path):
         return
     try:
         text = _index_trouble(inspection, path)

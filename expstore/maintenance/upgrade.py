@@ -17,10 +17,9 @@ from expstore.sql.sync import Catalog
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import FORMAT, MANIFEST, format_of
+from expstore.storages.format.paths import INDEX, index_path
 
 __all__ = ["Upgrade", "upgrade"]
-
-_INDEX = "index.duckdb"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +59,16 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
         CorruptionError: It is damaged.
     """
     disk = disk or Disk()
-    written, steps, index = format_of(disk, path), migrations(), path / _INDEX
-    found = steps_in(index, steps) if disk.exists(index) else None
+    written, steps, index = format_of(disk, path), migrations(), index_path(path)
+    found = steps_in(index, steps) if index is not None and disk.exists(index) else None
     acts: tuple[str, ...] = ()
     if written < FORMAT:
         acts = (f"{MANIFEST}: written again in format {FORMAT}",)
     kept = None
-    if found is not None and found < len(steps):
+    if index is not None and found is not None and found < len(steps):
         kept = _free_name(disk, index)
         new = ", ".join(map(str, steps[found:]))
-        acts = (*acts, f"{_INDEX}: built anew with {new}; the old one is kept as {kept.name}")
+        acts = (*acts, f"{INDEX}: built anew with {new}; the old one is kept as {kept.name}")
     if acts and not dry_run:
         _do(disk, path, kept)
     return Upgrade(written, FORMAT, found, len(steps), acts)
@@ -81,9 +80,9 @@ def _do(disk: Disk, path: Path, kept: Path | None) -> None:
     try:
         if kept is None:
             return
-        index = path / _INDEX
-        names = [name for name in disk.names(path) if name.startswith(_INDEX) and ".old-" not in name]
-        moved = [(path / name, path / (kept.name + name.removeprefix(_INDEX))) for name in names]
+        index = path / INDEX
+        names = [name for name in disk.names(path) if name.startswith(INDEX) and ".old-" not in name]
+        moved = [(path / name, path / (kept.name + name.removeprefix(INDEX))) for name in names]
         for old, new in moved:
             disk.rename(old, new)
         disk.sync_dir(path)

@@ -46,7 +46,7 @@ from expstore.storages.format.journal import (
 )
 from expstore.storages.format.layout import LayoutName, ask_layout
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE
+from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE, index_path
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
 from expstore.storages.recovery.recover import Past, describe_past, lost_records, read_past
@@ -106,7 +106,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         )
         self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
-        self.index_path = self.path / "index.duckdb"
+        self.index_path = index_path(self.path)
         self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
         self._payload = b""
         self._kept_back = False  # whether the columns lack the rows that are being published

@@ -5,9 +5,12 @@ ARCHITECTURE.md says what each of them holds.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 __all__ = [
     "CHECKSUMS",
     "COLUMNS",
+    "INDEX",
     "JOURNAL",
     "LOCK",
     "LOG",
@@ -17,10 +20,12 @@ __all__ = [
     "SEGMENTS",
     "STATE",
     "VERSION",
+    "index_path",
 ]
 
 CHECKSUMS = "checksums"
 COLUMNS = "columns"
+INDEX = "index.duckdb"
 JOURNAL = "journal"
 LOCK = "LOCK"
 LOG = "episodes.log"
@@ -33,3 +38,20 @@ VERSION = "version.json"
 ORIGIN = "origin"
 #: Present while a repair cuts the journal: nothing else may open the store.
 REPAIR = "REPAIR"
+
+
+def index_path(store: Path) -> Path | None:
+    r"""Return where the index of a store is, absolute; None: in memory, since DuckDB cannot open the path.
+
+    DuckDB takes what follows `?` for options and `\` for `/`, and wants UTF-8. It follows links first. A
+    relative path could begin with a name that DuckDB gives another meaning, such as `:memory:`.
+    """
+    path = store.absolute() / INDEX
+    for text in (str(path), str(path.resolve())):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return None
+        if "?" in text or "\\" in text:
+            return None
+    return path
