@@ -7,6 +7,7 @@ keeps a sum tree over the storage's priorities and never touches rows.
 from __future__ import annotations
 
 import math
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,7 +41,8 @@ class PrioritizedSampler(Sampler):
     were set, and at `flush`; the tree is made from them when the store is opened.
 
     Args:
-        max_capacity: Most rows that the storage may have; None: as many as it has.
+        max_capacity: As in TorchRL, how many rows to expect. The tree grows with the storage, so that
+            storages with more rows, or without a capacity, work too; None: as many as the storage has.
         alpha: How much priorities count; 0: every row has the same chance.
         beta: How much of the bias the weights undo; 1: all of it.
         eps: Added to priorities, so that a row of priority 0 has a chance.
@@ -86,7 +88,8 @@ class PrioritizedSampler(Sampler):
             )
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be a number >= 0, got {eps}")
-        self._max_capacity = max_capacity
+        if max_capacity is not None and operator.index(max_capacity) < 1:
+            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
         self._eps = float(eps)
         self._dtype = dtype
         self.reduction = reduction
@@ -121,13 +124,8 @@ class PrioritizedSampler(Sampler):
         """Follow the priorities of a storage.
 
         Raises:
-            ValueError: It may hold more rows than `max_capacity`.
             QueryError: Its rows have no such fields as the filter names.
         """
-        limit = self._max_capacity
-        if limit is not None and (storage.capacity is None or storage.capacity > limit):
-            held = "any number of" if storage.capacity is None else str(storage.capacity)
-            raise ValueError(f"max_capacity is {limit}, but the storage holds {held} rows")
         super().attach(storage)
         self._weights.drop()
         storage.watch_priorities(self)

@@ -182,14 +182,24 @@ def test_alpha_beta_and_dtype() -> None:
     expect_law(rb, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
 
 
+@pytest.mark.parametrize("capacity", [None, 50])
+def test_a_storage_may_have_more_rows_than_max_capacity(capacity: int | None) -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(capacity), sampler=PrioritizedSampler(5), batch_size=500
+    )
+    rb.extend(numbered_rows(40))
+    rb.update_priority(range(40), torch.tensor([0.0] * 30 + [1.0] * 10))
+    assert set(rb.sample()["number"].tolist()) == set(range(30, 40))
+
+
 def test_what_is_refused() -> None:
     for wrong in ({"alpha": -1}, {"beta": -0.1}, {"alpha": float("nan")}, {"eps": -1}, {"reduction": "sum"}):
         with pytest.raises(ValueError, match="|".join(wrong)):
             PrioritizedSampler(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float16"):
         PrioritizedSampler(dtype=torch.float16)
-    with pytest.raises(ValueError, match="max_capacity is 5"):
-        TensorDictReplayBuffer(storage=MemoryStorage(10), sampler=PrioritizedSampler(5))
+    with pytest.raises(ValueError, match="max_capacity must be at least 1"):
+        PrioritizedSampler(0)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(2), sampler=PrioritizedSampler(eps=0), batch_size=2)
     rb.extend(numbered_rows(2))
     rb.update_priority([0, 1], 0.0)
