@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import ExpStoreError, StateError, StorageError
-from expstore.storages.batch import Rows
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.snapshots.portable_storage import PortableStorage
-from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 from expstore.storages.zarr import ZarrStorage
 
@@ -37,7 +34,7 @@ _TRIES = 100
 def _in_the_way(folder: str) -> StateError:
     return StateError(
         f"{folder} holds rows already",
-        hint="existsok=True goes on with them; loads() or empty() puts others in their place",
+        hint="existsok=True continues with them, and loads() or empty() then replaces them",
     )
 
 
@@ -69,8 +66,8 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         scratch_dir: The folder; None: a temporary one.
         device: Only the CPU: files are mapped into host memory.
         ndim: How many dims of a batch are rows, time being the first; see `Storage`.
-        existsok: Go on with the rows of a store that is there. Otherwise they can be read, and `loads` or
-            `empty` puts others in their place, but none can be added or changed before.
+        existsok: Continue with the rows of a store that is there; `loads` or `empty` replaces them. Without
+            it a folder that holds rows is refused.
         compilable: Only False: torch.compile does not look into a storage.
         shared_init: Only False: one process writes to a storage.
         auto_cleanup: Remove the folder when the storage is closed or forgotten, or the process ends; None: a
@@ -79,8 +76,8 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
             `torch.manual_seed` decides.
 
     Raises:
-        StateError: There is a store in the folder with other settings; or one that `auto_cleanup` would
-            remove, and `existsok` is False.
+        StateError: There is a store in the folder with other settings; or with rows, or one that
+            `auto_cleanup` would remove, and `existsok` is False.
         LockedError: Somebody has it open.
         ValueError: An argument is out of range, or has no meaning here.
 
@@ -115,7 +112,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         self._removed = True  # until there is something to remove
         disk = _ScratchDisk() if scratch_dir is None else Disk()
         known = scratch_dir is not None and disk.exists(Path(scratch_dir) / MANIFEST)
-        if known and not existsok and auto_cleanup:
+        if known and not existsok and (auto_cleanup or Manifest.load(disk, Path(str(scratch_dir))).schema):
             raise _in_the_way(str(scratch_dir))
         settings = Settings(seed=None if known else find_seed(seed))
         path = disk.make_temp_dir("expstore-") if scratch_dir is None else Path(scratch_dir)
@@ -126,41 +123,11 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
                 disk.remove_tree(path)
             raise
         self._removed = False
-        #: Whether there are rows of which the program does not know.
-        self._unasked = known and not existsok and self.schema is not None
 
     @property
     def scratch_dir(self) -> str:
         """The folder."""
         return str(self.path)
-
-    def write(self, rows: Rows) -> None:
-        """Make rows readable, all of them or none.
-
-        Raises:
-            StateError: The store is closed, or there were rows before and `existsok` is False.
-            StorageError: The disk failed; nothing is published.
-        """
-        self._refuse_unasked()
-        super().write(rows)
-
-    def _change(
-        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
-    ) -> None:
-        self._refuse_unasked()
-        super()._change(ids, places, columns, replaces=replaces)
-
-    def _refuse_unasked(self) -> None:
-        if self._unasked:
-            raise _in_the_way(self.scratch_dir)
-
-    def _forget(self, last: int) -> None:
-        super()._forget(last)
-        self._unasked = False
-
-    def _take_content(self, content: ContentLike) -> None:
-        super()._take_content(content)
-        self._unasked = False
 
     def cleanup(self) -> bool:
         """Close the storage and remove its folder, a given one too.
