@@ -5,7 +5,11 @@ What most programs call first. It only puts settings together; everything else i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,8 +20,10 @@ from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.retention_policy import Retain
-from expstore.disk.files import ReadingDisk
-from expstore.errors import StateError
+from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.disk.writer_lock import WriterLock, read_owner
+from expstore.errors import ExpStoreError, LockedError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema.field_parser import schema_of
@@ -27,6 +33,8 @@ from expstore.storages.factory import open_storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
+from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.paths import LOCK
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
@@ -38,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["open"]
 
+_logger = logging.getLogger("expstore")
 #: What a new store is unless somebody says otherwise.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
@@ -85,12 +94,12 @@ def open(
     recovers by itself; `rb.recovered` says what.
 
     Args:
-        path: The folder, by habit named `something.exp`.
+        path: The folder, by habit named `something.exp`; `~` is the home folder. A URL is refused.
         capacity: Most readable rows; None for a new store: it grows without bound.
         mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one,
             "r" follows: it reads, beside a writer or without one, and changes nothing.
-        version: Number or tag of a version that `dumps` or `tag` has made, which is only read. A folder of
-            versions is opened without it, too: the newest one.
+        version: Number or tag of a version that `dumps` or `tag` has made, which is only read. Without it
+            mode "r" opens the newest one of a folder of versions.
         storage: How rows are kept: "zarr", the default of new stores, or "arrow", for rows with strings,
             lists, structs, None, or tensors whose shapes differ; see `ArrowStorage`.
         compression: Of such rows. "narrow": integers lie in as few bytes as the values of a segment need,
@@ -161,7 +170,8 @@ def open(
         NotFoundError: There is no store to follow.
         SnapshotError: There is no such version; the message lists those that there are.
         LockedError: Somebody else has it open for writing.
-        StateError: The folder is in the way, or a setting contradicts the store.
+        StateError: The path is no folder's, the folder is in the way, or a setting contradicts the store. A
+            store that was made for nothing is removed again.
         CorruptionError: The store is damaged.
         SchemaError: The specs are not those of the rows, or text cannot keep them.
 
@@ -171,22 +181,82 @@ def open(
         ...     rb.sample()
     """
     # All is checked before the folder is touched.
-    check_drawing(batch_size, prefetch, pin_memory, limiter=rate_limiter, capacity=capacity)
+    path = local_path(path)
+    archive = archive if archive is None or archive is False or archive == "" else local_path(archive)
+    check_drawing(batch_size, prefetch, pin_memory, device=device, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
     _check_reading(mode, writer, retain, archive)
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
-    path, mode = _find(Path(path), mode, version)
+    path, mode = _find(path, mode, version)
     settings = replace(
         _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
         compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
         reward_key=reward_key, reward_reduce=reward_reduce, done_reduce=done_reduce, durability=durability,
         min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     ).with_leaving(retain, archive)  # fmt: skip
-    return _in_buffer(
-        _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
-        device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator, sample_unit=sample_unit,
-        rate_limiter=rate_limiter, transform=transform)  # fmt: skip
+    keep = _undone(Path(archive), "a") if archive else contextlib.nullcontext()
+    with keep, _undone(path, mode) as new:
+        rb = _in_buffer(
+            _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
+            device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator,
+            sample_unit=sample_unit, rate_limiter=rate_limiter, transform=transform)  # fmt: skip
+    if new:
+        _logger.info("made a new store: %s", path)
+    return rb
+
+
+@contextlib.contextmanager
+def _undone(path: Path, mode: Mode) -> Iterator[bool]:
+    """Remove a store that this block makes if the block fails; yield whether it is to make one."""
+    disk = Disk()
+    if mode == "r" or (mode == "a" and disk.exists(path / MANIFEST)):
+        yield False
+        return
+    names = set(disk.names(path) if disk.is_dir(path) else ())
+    begun, moved = time.time(), _moved_aside(disk, path)
+    missing = [folder for folder in (path, *path.absolute().parents) if not disk.exists(folder)]
+    try:
+        yield True
+    except LockedError:
+        raise  # another process is making it
+    except BaseException:
+        owner = read_owner(disk, path / LOCK)
+        if owner is None or owner.pid != os.getpid() or owner.since < begun:
+            raise
+        with contextlib.suppress(ExpStoreError):
+            lock = WriterLock(disk, path / LOCK)
+            try:
+                _restore(disk, path, names, missing, _moved_aside(disk, path) - moved)
+            finally:
+                lock.release()
+        raise
+
+
+def _moved_aside(disk: Disk, path: Path) -> set[str]:
+    """Return the names to which mode "w" has moved stores of this path."""
+    return {name for name in disk.names(path.parent) if name.startswith(f"{path.name}.old-")}
+
+
+def _restore(disk: Disk, path: Path, names: set[str], missing: list[Path], moved: set[str]) -> None:
+    """Remove what was made for a store, and bring back the one in whose place it came.
+
+    Args:
+        disk: Where files are touched.
+        path: The new store; its lock is held.
+        names: What its folder held before.
+        missing: Folders that were not there before, the innermost first.
+        moved: The names that stores have got that were in the way.
+    """
+    for name in disk.names(path):
+        if moved or name not in names:
+            found = path / name
+            (disk.remove_tree if disk.is_dir(found) else disk.unlink)(found)
+    for folder in [path] if moved else missing:
+        if not disk.names(folder):
+            disk.remove_tree(folder)
+    if moved:
+        disk.rename(path.with_name(moved.pop()), path)
 
 
 def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any) -> None:
@@ -206,6 +276,11 @@ def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode
         return path, mode
     if mode not in ("a", "r"):
         raise StateError(f"{path} holds versions, which are only read", hint="choose another path")
+    if version is None and mode != "r":
+        raise StateError(
+            f"{path} holds versions, which are only read",
+            hint="open it with mode='r', or open a store and load them into it: rb.loads(path)",
+        )
     return find_version(disk, path, version), "r"
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from expstore.core.rate_limiters import RateLimiter
+from expstore.errors import StateError
 
 __all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made", "refuse"]
 
@@ -83,10 +84,11 @@ def check_drawing(
     prefetch: int | None,
     pin_memory: bool,
     *,
+    device: torch.device | str | None = None,
     limiter: RateLimiter | None = None,
     capacity: int | None = None,
 ) -> None:
-    """Raise ValueError for what no buffer can do."""
+    """Raise ValueError for what no buffer can do, StateError for a device that is not there."""
     if limiter is not None:
         limiter.check(capacity)
     check_batch_size(batch_size)
@@ -94,6 +96,21 @@ def check_drawing(
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
         raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
+    _check_device(device)
+
+
+def _check_device(device: torch.device | str | None) -> None:
+    """Raise StateError for a device that torch cannot use here."""
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:  # which one depends on torch's build
+        raise StateError(
+            f"batches cannot be handed out on device {str(device)!r}: {str(exc).splitlines()[0]}",
+            kind="device",
+            hint="leave device out, or choose one that torch finds here",
+        ) from exc
 
 
 def check_predictable(size: int | None, sampler: Any) -> None:

@@ -133,7 +133,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         self._domain = NO_DOMAIN
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
-        check_drawing(batch_size, prefetch, pin_memory)
+        check_drawing(batch_size, prefetch, pin_memory, device=device)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
         drawing = None if sampler is None else adapt(called(sampler, "sample"))

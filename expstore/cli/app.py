@@ -23,7 +23,7 @@ from expstore.cli import checks, export, migrate, reshape, retain, serve, snapsh
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts
-from expstore.cli.output import print_csv, print_json, print_rows, print_table
+from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -219,7 +219,11 @@ def collect(
     from expstore.storages.format.manifest import MANIFEST
 
     disk = Disk()
-    with _Interrupts() as interrupts, contextlib.closing(_environments(env, envs, autoreset)) as lanes:
+    with (
+        _Interrupts() as interrupts,
+        contextlib.closing(_environments(env, envs, autoreset)) as lanes,
+        show_notes(),
+    ):
         new = not disk.exists(path / MANIFEST)
         asked: LayoutName | None = None if layout is None else layout.value
         with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:

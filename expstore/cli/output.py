@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     "print_json",
     "print_rows",
     "print_table",
+    "show_notes",
     "show_progress",
     "size_text",
 ]
@@ -176,6 +178,27 @@ def iso_text(seconds: float | None) -> str | None:
 def local_text(text: str | None) -> str:
     """Return a time that `iso_text` made, for eyes."""
     return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}" if text else "an unknown time"
+
+
+class _Notes(logging.Handler):
+    """Print what the library logs as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(f"note: {record.getMessage()}", err=True)
+
+
+@contextlib.contextmanager
+def show_notes() -> Iterator[None]:
+    """Print what the library logs meanwhile, from INFO on."""
+    logger, handler = logging.getLogger("expstore"), _Notes()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
 
 
 @contextlib.contextmanager

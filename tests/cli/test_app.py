@@ -768,3 +768,11 @@ def test_an_environment_with_other_fields(cli: Cli, store: Path) -> None:
     assert done.code == 2
     assert done.json["error"]["kind"] == "schema"
     assert survey(store).rows == 25
+
+
+def test_collect_says_that_it_makes_a_store(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    path = tmp_path / "run.exp"
+    collect = ("collect", "CartPole-v1", path, "--steps", 9, "--envs", 1)
+    assert f"note: made a new store: {path}" in cli(*collect).err.splitlines()
+    assert "note: made" not in cli(*collect).err

@@ -338,3 +338,123 @@ def test_a_forgotten_writer_in_a_dead_thread_does_not_stop_the_next(store_path: 
     rb.close()
     with expstore.open(store_path) as rb:
         assert len(rb) == 2
+
+
+# ---------------------------------------------------------------------------------------------------
+# Stores that nobody wants.
+
+
+def test_making_a_store_is_logged_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="expstore")
+    for mode in ("a", "a", "w", "r"):
+        expstore.open(store_path, mode=mode).close()  # type: ignore[arg-type]
+    made = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert made == [f"made a new store: {store_path}"] * 2
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with expstore.open("~/run.exp", capacity=2, archive="~/old.exp") as rb:
+        rb.extend(numbered_rows(5, key="a"))
+    assert sorted(os.listdir(tmp_path)) == ["old.exp", "run.exp"]
+
+
+def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in ("http://localhost:8420", "s3://bucket/run.exp"):
+        with pytest.raises(StateError, match="is no folder on this machine"):
+            expstore.open(url)
+        with pytest.raises(StateError, match="is no folder on this machine"):
+            expstore.open("run.exp", capacity=3, archive=url)
+    assert os.listdir(tmp_path) == []
+
+
+_WRONG: list[dict[str, Any]] = [
+    {"sampler": "prioritized"},
+    {"writer": 3},
+    {"generator": 3},
+    {"device": "no-such-device"},
+    {"schema": {"a": str}},
+    {"schema": {"a": "float32"}, "traj_key": "b"},
+    {"capacity": 3, "archive": "old.exp", "sampler": "prioritized"},
+]
+
+
+@pytest.mark.parametrize("wrong", _WRONG, ids=lambda wrong: "-".join(wrong))
+def test_an_opening_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for mode in ("a", "x", "w"):
+        with pytest.raises((TypeError, SchemaError, StateError)):
+            expstore.open("new/deep/run.exp", mode=mode, **wrong)  # type: ignore[arg-type]
+        assert os.listdir(tmp_path) == []
+    os.mkdir("run.exp")
+    with pytest.raises((TypeError, SchemaError, StateError)):
+        expstore.open("run.exp", **wrong)
+    assert os.listdir(tmp_path) == ["run.exp"]
+    assert os.listdir("run.exp") == []
+
+
+def test_w_that_fails_brings_the_old_store_back(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+        uuid = rb.storage.uuid
+    with pytest.raises(TypeError, match="Sampler"):
+        expstore.open(store_path, mode="w", sampler="prioritized")  # type: ignore[arg-type]
+    assert os.listdir(store_path.parent) == [store_path.name]
+    with expstore.open(store_path) as rb:
+        assert (rb.storage.uuid, len(rb)) == (uuid, 4)
+
+
+def test_a_store_that_is_there_stays_where_an_opening_fails(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+    with pytest.raises(TypeError, match="Sampler"):
+        expstore.open(store_path, sampler="prioritized")  # type: ignore[arg-type]
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 4
+
+
+def test_a_store_that_another_program_makes_meanwhile_stays(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may even have been closed again: its lock is free then."""
+    make = "import sys, expstore; expstore.open(sys.argv[1]).close()"
+
+    def fail(*_: Any, **__: Any) -> None:
+        subprocess.run([sys.executable, "-c", make, str(store_path)], check=True)
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("expstore._open.open_storage", fail)
+        with pytest.raises(RuntimeError, match="no"):
+            expstore.open(store_path)
+        patch.undo()
+    expstore.open(store_path, mode="r").close()
+
+
+def test_a_device_that_is_not_there(store_path: Path) -> None:
+    with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
+        expstore.open(store_path, device="no-such-device")
+    assert caught.value.kind == "device"
+    if not torch.cuda.is_available():
+        with pytest.raises(StateError, match="cuda"):
+            expstore.open(store_path, device="cuda")
+    assert not store_path.exists()
+
+
+def test_a_folder_of_versions_is_not_opened_for_writing(store_path: Path, tmp_path: Path) -> None:
+    versions = tmp_path / "versions"
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+        rb.dumps(versions)
+    before = read_files(versions)
+    for path in (versions, versions / "v0001"):
+        with pytest.raises(StateError, match=r"loads\("):
+            expstore.open(path)
+    assert read_files(versions) == before
+    for options in ({"mode": "r"}, {"version": 1}):
+        with expstore.open(versions, **options) as rb:  # type: ignore[arg-type]
+            assert len(rb) == 4
