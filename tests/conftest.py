@@ -66,6 +66,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let the modules go at the end: DuckDB reports what is left of it then as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     """A seeded generator, the same in every test."""

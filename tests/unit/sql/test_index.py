@@ -1054,7 +1054,7 @@ def test_damage_found_while_running_leads_to_a_rebuild(
     index.commit(LARGE)
 
     def fail(*args: object, **kwargs: object) -> None:
-        raise failure
+        raise type(failure)(*failure.args)  # a kept one would keep what its traceback names
 
     with monkeypatch.context() as patch:
         patch.setattr("expstore.sql.delta.apply", fail)
