@@ -95,7 +95,8 @@ class KillingDisk(Disk):
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)
-        return self.file_class(self, file.path, file.fd)
+        fd, file.fd = file.fd, -1  # one file owns a descriptor
+        return self.file_class(self, file.path, fd)
 
     def sync_dir(self, path: Path) -> None:
         self.gate("sync_dir", path)

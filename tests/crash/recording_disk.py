@@ -118,7 +118,8 @@ class RecordingDisk(Disk):
             if path.is_dir():
                 return file  # to be locked, which changes nothing
             self.events.append(Event("open", path, os.fstat(file.fd).st_ino))
-            return _RecordedFile(self, path, file.fd)
+            fd, file.fd = file.fd, -1  # one file owns a descriptor
+            return _RecordedFile(self, path, fd)
 
     def rename(self, old: Path, new: Path) -> None:
         with self.turn:

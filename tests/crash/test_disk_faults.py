@@ -170,7 +170,8 @@ class FaultyDisk(Disk):
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)
-        return FaultyFile(self, file.path, file.fd)
+        fd, file.fd = file.fd, -1  # one file owns a descriptor
+        return FaultyFile(self, file.path, fd)
 
     def read_whole(self, path: Path) -> bytes:
         self.look("read", path)
