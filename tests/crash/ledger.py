@@ -200,7 +200,7 @@ class Episode:
 
     source: str
     length: int = 0
-    ret: float = 0.0
+    ret: float | None = None  # None: no row had a reward
     status: int = OPEN
     last_id: int = 0
     info: Mapping[str, int] = field(default_factory=dict)  # replaced, never changed: copies share it
@@ -396,9 +396,8 @@ class Ledger:
         self._set_late(ids)
         terminated, truncated = _ends(ids)
         rewards = _rewards(ids, np.zeros_like(ids))
-        if self.spec.lean:  # "done" alone is an end, and nothing is a reward
+        if self.spec.lean:  # "done" alone is an end
             terminated, truncated = terminated | truncated, np.zeros_like(truncated)
-            rewards = np.zeros_like(rewards)
         steps = op.count // op.lanes
         for lane in range(op.lanes):
             name = f"@{self.handle}" if op.source is None else op.source
@@ -415,7 +414,8 @@ class Ledger:
                 held, i = self.episodes[number], int(ids[row])
                 self.episode[i], self.step[i] = number, held.length
                 held.length += 1
-                held.ret += float(rewards[row])
+                if not self.spec.lean:  # otherwise nothing is a reward
+                    held.ret = (held.ret or 0.0) + float(rewards[row])
                 held.last_id = i
                 if terminated[row] or truncated[row]:
                     held.status = TERMINATED if terminated[row] else TRUNCATED
