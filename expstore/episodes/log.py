@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import google_crc32c
@@ -66,7 +66,9 @@ class LogEntry:
 
     def pack(self, size: int = 0) -> bytes:
         """Return the entry as it stands in the file; at least `size` bytes long, a multiple of 8."""
-        text = (self.text if self.episode else json.dumps([self.text, self.session])).encode()
+        text = self.text.encode()
+        if not self.episode and self.source:
+            text = json.dumps([self.text, self.session]).encode()
         text = text.ljust(max(size - _ENTRY.size, -(-len(text) // 8) * 8), b"\0")
         flags = (_HAS_TRAJECTORY if self.trajectory is not None else 0) | (_NAMED if self.named else 0)
         flags |= _NO_RETURN if self.ret is None else 0
@@ -117,7 +119,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
     if google_crc32c.value(data[at + 8 : stop]) != crc:
         return None
     text, session = data[at + _ENTRY.size : stop].decode().rstrip("\0"), ""
-    if not episode:
+    if not episode and source:
         text, session = json.loads(text)
     entry = LogEntry(
         episode=episode,
@@ -164,22 +166,25 @@ def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry])
         data: The log.
         pieces: As `salvage` returns them.
         entries: At least one; the last is repeated where there is room for more, which says nothing new.
+            One that is too long for a piece waits for the next; a source 0, which is none, takes its place.
 
     Returns:
         The log, and how many entries found a place.
     """
     parts, done, used = [], 0, 0
+    filler = LogEntry(episode=0, source=0)
     for start, stop in pieces:
         parts.append(data[done:start])
         while start < stop:
             entry = entries[min(used, len(entries) - 1)]
             size = len(entry.pack())
-            if size > stop - start:
-                entry, size = replace(entry, text=""), _ENTRY.size
+            fits = size <= stop - start
+            if not fits:
+                entry, size = filler, _ENTRY.size
             if stop - start < 2 * _ENTRY.size or stop - start - size < _ENTRY.size:
                 size = stop - start  # the last one here takes the rest
             parts.append(entry.pack(size))
-            start, used = start + size, used + 1
+            start, used = start + size, used + fits
         done = stop
     return b"".join([*parts, data[done:]]), min(used, len(entries))
 

@@ -361,6 +361,7 @@ def _latest(entries: Iterator[LogEntry]) -> tuple[list[LogEntry], list[LogEntry]
             episodes[entry.episode] = entry
         else:
             sources[entry.source] = entry
+    sources.pop(0, None)  # what `repair` fills pieces of a log with
     return list(sources.values()), [entry for entry in episodes.values() if entry.status != OPEN]
 
 

@@ -611,7 +611,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
     storage.set_priorities(np.array([5]), np.array([3.0]))
     expected = 20
     for _ in range(times):
-        source = storage.episodes.to_base()["unnamed"]
+        source = storage.episodes.to_base()["sessions"]
 
         def interrupt(*args: Any, **options: Any) -> Any:
             raise KeyboardInterrupt
@@ -628,7 +628,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
         put(storage, 2)
         expected += 2
         assert storage.last == storage.write_count == expected
-        assert storage.episodes.to_base()["unnamed"] == source, "the handle has lost its stream"
+        assert storage.episodes.to_base()["sessions"] == source, "the handle has lost its stream"
         check(storage, window_ids(storage))
         storage.sync()
         assert storage.can_write
