@@ -191,7 +191,7 @@ FIRST = delta(
     ],
     fragments=[(1, 0, 10, 1, 1), (2, 0, 4, 11, 1)],
     live={1: 10, 2: 4},
-    sources=[(1, "arm", True, 1), (2, "1.0", False, 1)],
+    sources=[(1, "arm", True, 1, "s1", 900, None), (2, "1.0", False, 1, "s1", 900, None)],
     last=14,
 )
 
@@ -261,7 +261,7 @@ def test_what_was_there_is_replaced(index: Index) -> None:
             [episode(2, source=2, length=8, status="truncated")],
             fragments=[(2, 0, 6, 11, 1), (2, 6, 2, 20, 1)],
             live={1: 7, 2: 8},
-            sources=[(2, "leg", True, 1), (3, "x", True, 2)],
+            sources=[(2, "leg", True, 1, "s1", 900, 950), (3, "x", True, 2, "s2", 960, None)],
             low=3,
             last=21,
         )
@@ -893,7 +893,7 @@ LARGE = delta(
     [episode(number, source=1, total=number / 4, info=f'{{"n": {number}}}') for number in range(5000)],
     fragments=[(number, 0, 10, number * 10 + 1, 1) for number in range(5000)],
     live=dict.fromkeys(range(5000), 10),
-    sources=[(1, "arm", True, 3)],
+    sources=[(1, "arm", True, 3, "s3", 900, None)],
     complete=True,
 )
 LARGE_ANSWER = [(5000, 50000, sum(range(5000)) / 4)]

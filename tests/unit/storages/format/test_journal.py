@@ -304,6 +304,7 @@ def test_a_segment_that_cannot_be_made_leaves_the_journal_usable(tmp_path: Path)
 
 
 def test_bodies_come_back() -> None:
+    from expstore.episodes.sessions import NewSource
     from expstore.episodes.table import Segment
     from expstore.schema.schema import Field, Schema
 
@@ -317,7 +318,7 @@ def test_bodies_come_back() -> None:
         checksum=2**32 - 1,
         priority=1.5,
         segments=[segment, segment._replace(episode=4)],
-        sources=[(1, "Größe", True), (2, "@1", False)],
+        sources=[NewSource(1, "Größe", True, "one"), NewSource(2, "@1", False, "two", True)],
     )
     assert Publish.unpack(publish.pack()) == publish
     assert publish.last_id == 2**50 + 699

@@ -64,10 +64,11 @@ def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: A
         return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, batch_size=5)
 
     first = buffer(make(source, 10, seed=4))
-    first.extend(batch(14), source="env")  # its last episode goes on
+    first.extend(batch(14), source="env")  # its last episode has no end
     first.update_priority(torch.arange(10), torch.arange(10) + 1.0)
     for _ in range(3):
         first.sample()
+    first.episodes.end()  # as a load does
     state = first.storage.state_dict()
     other = make(target, 10, seed=8)
     if before:
