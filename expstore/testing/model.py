@@ -133,7 +133,9 @@ class Model:
             del self.rows[id], self.priorities[id]
 
     def empty(self) -> None:
-        """Forget all rows; ids go on at the next multiple of the capacity."""
+        """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
+        if self.rows:
+            self._end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
         self.rows.clear()
@@ -153,12 +155,14 @@ class Model:
         return len(here)
 
     def reopen(self) -> None:
-        """Begin with a new handle: what had no name ends there."""
-        for stream, episode in list(self._going.items()):
-            if isinstance(stream[0], int):
-                episode.status = CUT
-                del self._going[stream]
+        """Begin a new session: the open episodes of the one before are cut."""
+        self._end_episodes()
         self.handle += 1
+
+    def _end_episodes(self) -> None:
+        for episode in self._going.values():
+            episode.status = CUT
+        self._going.clear()
 
     # -- what can be seen ------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ def columns_of(rows: Sequence[Row], *, trajectories: bool = True) -> dict[tuple[
         ("value",): mixed.astype(np.float64) / 8,
         ("pixels",): ((mixed[:, None] * 31 + np.arange(_WIDTH)) % 251).astype(np.uint8),
         ("observation",): (serial[:, None] + np.arange(3) / 8).astype(np.float32),
-        ("next", "observation"): (serial[:, None] + 1 + np.arange(3) / 8).astype(np.float32),
+        # No row's observation is the next one of another row: episodes follow from trajectory ids alone.
+        ("next", "observation"): (serial[:, None] + 1 / 16 + np.arange(3) / 8).astype(np.float32),
         ("next", "reward"): (serial[:, None] % 17 / 4).astype(np.float32),
         ("next", "terminated"): np.array([mark == "t" for mark in marks], bool).reshape(-1, 1),
         ("next", "truncated"): np.array([mark == "T" for mark in marks], bool).reshape(-1, 1),
