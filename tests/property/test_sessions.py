@@ -24,6 +24,7 @@ import expstore
 from expstore.api import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
+from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import SchemaError, StateError
 from expstore.maintenance.merge import merge
@@ -66,7 +67,7 @@ def broken(rb: Any, *, n_step: int = 1) -> list[int]:
     """Return the ids of rows that do not follow the row before them in their episode."""
     storage = rb.storage
     ids = storage.window.ids()
-    if storage.schema is None:
+    if storage.schema is None or not ids.size:
         return []
     places = [
         storage.place_of(("observation",)),
@@ -561,6 +562,54 @@ def ended_by_hand(path: Path) -> None:
         check(rb, (4, "truncated"), (3, "cut"), (2, "cut"), (2, "cut"))
 
 
+# -- records -----------------------------------------------------------------------------------------
+
+
+def _killed_after(
+    path: Path, act: Callable[[TensorDictReplayBuffer], object], *expected: tuple[int, str]
+) -> None:
+    """Act, be killed, and find the same by a reader, by verify and by the next writer."""
+
+    def life() -> None:
+        rb = opened(path)
+        rb.extend(rows(0, 4), source="robot", session="client")
+        rb.extend(rows(50, 2), source="arm", session="other")
+        act(rb)
+        os.kill(os.getpid(), 9)
+
+    in_child(life)
+    read(path, *expected)
+    with opened(path) as rb:
+        check(rb, *expected)
+    read(path, *expected)
+
+
+def end_and_kill(path: Path) -> None:
+    _killed_after(path, lambda rb: rb.episodes.end("robot"), (4, "cut"), (2, "open"))
+
+
+def end_session_and_kill(path: Path) -> None:
+    _killed_after(path, lambda rb: rb.episodes.end_session(["client"]), (4, "cut"), (2, "open"))
+
+
+def empty_and_kill(path: Path) -> None:
+    _killed_after(path, lambda rb: rb.empty(), (4, "cut"), (2, "cut"))
+
+
+def resume_and_kill(path: Path) -> None:
+    def act(rb: TensorDictReplayBuffer) -> None:
+        rb.episodes.end_session(["client"])
+        rb.episodes.resume("robot", session="heir")
+        rb.annotate(1, adopted=True)
+
+    _killed_after(path, act, (4, "open"), (2, "open"))
+    with opened(path) as rb:
+        assert rb.episodes("info->>'adopted' = 'true'").shape[0] == 1
+        rb.extend(rows(4, 2), source="robot", session="heir")
+        rb.extend(rows(4, 3), source="robot", session="client")  # its episode is no longer its own
+        check(rb, (6, "open"), (2, "open"), (3, "open"))
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "restart": restart,
     "restart, unnamed": partial(restart, source=None),
@@ -595,6 +644,10 @@ CASES: dict[str, Callable[[Path], None]] = {
     "resume, unchecked": resume_unchecked,
     "resume of clients": resume_of_clients,
     "ended by hand": ended_by_hand,
+    "ended, then killed": end_and_kill,
+    "session ended, then killed": end_session_and_kill,
+    "emptied, then killed": empty_and_kill,
+    "resumed, then killed": resume_and_kill,
 }
 
 
@@ -607,8 +660,6 @@ def test_sessions(case: str, tmp_path: Path) -> None:
 
 
 def _cut_all(table: EpisodeTable, time: int, sequence: int) -> Any:
-    from expstore.episodes.sessions import End
-
     live = [key for key in table.live_sessions() if key != table.session]
     return table.apply(End(time, (), tuple(live)), sequence)
 
@@ -632,6 +683,38 @@ def test_a_wrong_opening_is_seen(
 ) -> None:
     """An opening that cuts episodes of live clients too, or none at all, fails the test of sessions."""
     monkeypatch.setattr(EpisodeTable, "end_local", mutant)
+    with pytest.raises(AssertionError):
+        CASES[case](tmp_path)
+
+
+def _no_end(body: Any) -> Any:
+    return End(0)
+
+
+def _no_resumption(body: Any) -> Any:
+    return Resume(0, SessionKey("nobody"))
+
+
+def _resumed_as_it_was(body: Any) -> Any:
+    return Resume(0, SessionKey(*body["session"]), episodes=tuple(body["episodes"]))
+
+
+@pytest.mark.index
+@pytest.mark.parametrize(
+    ("place", "mutant", "case"),
+    [
+        ((End, "unpack"), _no_end, "ended, then killed"),
+        ((End, "unpack"), _no_end, "session ended, then killed"),
+        ((Resume, "unpack"), _no_resumption, "resumed, then killed"),
+        ((Resume, "unpack"), _resumed_as_it_was, "resumed, then killed"),
+        ((EpisodeTable, "end_episodes"), lambda table, sequence: [], "emptied, then killed"),
+    ],
+)
+def test_a_record_that_is_not_folded_is_seen(
+    place: tuple[type, str], mutant: Any, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recovery or a reader that passes over ends, adoptions or deletions fails the test of sessions."""
+    monkeypatch.setattr(*place, mutant)
     with pytest.raises(AssertionError):
         CASES[case](tmp_path)
 
