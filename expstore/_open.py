@@ -182,7 +182,7 @@ def open(
     """
     # All is checked before the folder is touched.
     path = local_path(path)
-    archive = archive if archive is None or archive is False or archive == "" else local_path(archive)
+    archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     check_drawing(batch_size, prefetch, pin_memory, device=device, limiter=rate_limiter, capacity=capacity)
     check_unit(sample_unit, sampler)
     _check_reading(mode, writer, retain, archive)
@@ -195,7 +195,7 @@ def open(
         reward_key=reward_key, reward_reduce=reward_reduce, done_reduce=done_reduce, durability=durability,
         min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
     ).with_leaving(retain, archive)  # fmt: skip
-    keep = _undone(Path(archive), "a") if archive else contextlib.nullcontext()
+    keep = _undone(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
     with keep, _undone(path, mode) as new:
         rb = _in_buffer(
             _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,

@@ -312,7 +312,7 @@ def check_versions(
         finally:
             rb.close()
     if numbers:
-        rb = expstore.open(place)
+        rb = expstore.open(place, mode="r")
         found = int(rb.storage.path.name[1:])
         rb.close()
         expect(found >= current, f"CURRENT names {found}, expected at least {current} of {numbers}")

@@ -460,6 +460,7 @@ class Ledger:
         if self.ids.size:
             capacity = self.spec.capacity
             self.deleted[self.ids] = 1
+            self.end_episodes()
             self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
             self.retired = self.last
 
@@ -538,12 +539,15 @@ class Ledger:
         vars(self).update(vars(kept))
 
     def reopen(self) -> None:
-        """Open episodes that nobody can go on with are over."""
+        """Begin a session: the open episodes of the one before are cut."""
         self.handle += 1
-        for name, number in list(self.open.items()):
-            if name.startswith("@"):
-                self.episodes[number].status = CUT
-                del self.open[name]
+        self.end_episodes()
+
+    def end_episodes(self) -> None:
+        """End all open episodes, as an opening, an emptied store and a loaded version do."""
+        for number in self.open.values():
+            self.episodes[number].status = CUT
+        self.open.clear()
 
     def next_sample(self, size: int) -> Ints:
         """Return the ids of the next batch, from the words of the documentation: Philox, draw by draw."""

@@ -106,7 +106,7 @@ def test_versions_and_loads_take_them_along(tmp_path: Path) -> None:
         rb.extend(rows(5))
         rb.dumps(tmp_path / "versions")
         rb.set_specs(None)
-        assert expstore.open(tmp_path / "versions").specs == specs()
+        assert expstore.open(tmp_path / "versions", mode="r").specs == specs()
         rb.loads(tmp_path / "versions")
         assert rb.specs == specs()
     with expstore.open(tmp_path / "a.exp") as rb:

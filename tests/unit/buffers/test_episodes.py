@@ -342,7 +342,7 @@ def test_notes_go_into_versions_and_come_back_with_them(store_path: Path, tmp_pa
         assert len(loaded) == 2
         assert rb.trajectory(loaded[1])["number"].tolist() == [3, 4, 5]
         rb.annotate(loaded[0], again=True)
-    with expstore.open(tmp_path / "versions") as rb:
+    with expstore.open(tmp_path / "versions", mode="r") as rb:
         assert infos(rb) == {1: {"n": 1}, 2: {"n": 2}}
     with expstore.open(store_path) as rb:
         assert infos(rb) == {loaded[0]: {"n": 1, "again": True}, loaded[1]: {"n": 2}}

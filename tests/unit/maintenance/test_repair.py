@@ -88,7 +88,7 @@ def check_store(path: Path, kept: list[int]) -> None:
                 rb[(i - 1) % CAPACITY]
             assert rb.update_priority(id=[i], priority=2.0) == 0
         rb.dumps(path.with_name("versions"))
-    with expstore.open(path.with_name("versions")) as rb:
+    with expstore.open(path.with_name("versions"), mode="r") as rb:
         check_rows(rb, kept)
     with expstore.open(path.with_name("loaded.exp"), capacity=CAPACITY) as rb:
         rb.loads(path.with_name("versions"))

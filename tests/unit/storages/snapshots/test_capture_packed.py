@@ -89,7 +89,7 @@ def test_a_version_is_the_store_as_it_was(
         rb.extend(rows(90, count))
         assert holds(rb, max(0, count + 90 - (capacity or 1000)), min(count + 90, capacity or 1000))
     assert made.rows == count - first
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         assert holds(old, first, count - first)
     # All shards are finished: whoever reads Zarr sees the rows, too.
     assert {name.split(".")[0] for name in shards(made.path)} == {"c"}
@@ -142,7 +142,7 @@ def test_where_there_are_no_links_all_is_copied(tmp_path: Path, place: Path) -> 
         rb.extend(rows(37, 30))
         made = rb.dumps(place)
         assert not set(shards(made.path).values()) & set(shards(tmp_path / "store").values())
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         assert holds(old, 27, 40)
 
 
@@ -166,7 +166,7 @@ def test_a_shard_that_is_replaced_meanwhile_is_copied(tmp_path: Path, place: Pat
         rb.flush()
         disk.victim = tmp_path / "store" / "columns" / "frame" / "c.1.0"
         made = rb.dumps(place)
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         assert holds(old, 0, 64)
     assert shards(made.path)["c.0.0"] != shards(tmp_path / "store")["c.0.0"]
 
@@ -199,7 +199,7 @@ def test_rows_that_come_meanwhile_are_not_in_the_version(tmp_path: Path, place: 
         made = rb.dumps(place)
         assert len(rb) == 150
     assert made.rows == 70
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         assert holds(old, 0, 70)
     with make(tmp_path / "again") as rb:
         rb.loads(place)
@@ -286,7 +286,7 @@ def test_damage_stays_damage(tmp_path: Path, place: Path, disk: type[Disk]) -> N
     path.write_bytes(data)
     with make(tmp_path / "store", disk=disk()) as rb:
         rb.dumps(place)
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         with pytest.raises(CorruptionError):
             old.storage.read(np.arange(17, 18))
         kept = np.r_[1:17, 21:65]

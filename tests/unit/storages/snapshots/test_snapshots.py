@@ -94,7 +94,7 @@ def test_a_version_is_the_store_as_it_was(
         rb.extend(make_batch(4000, start=20_000))
     assert (made.number, made.rows) == (1, len(before))
     assert made.episodes > 1
-    with expstore.open(place) as old:
+    with expstore.open(place, mode="r") as old:
         assert same(rows_of(old), before)
         assert priorities(old) == levels
         assert old.meta == {"run": 7}
@@ -113,7 +113,7 @@ def test_versions_stand_beside_their_store_but_not_among_other_files(
         (place / "notes").write_text("mine")
         with pytest.raises(SnapshotError, match="not a folder of versions: it holds notes"):
             rb.dumps(place)
-    with expstore.open(place / "storage") as rb, expstore.open(place) as old:
+    with expstore.open(place / "storage") as rb, expstore.open(place, mode="r") as old:
         assert same(rows_of(old), rows_of(rb))
 
 
@@ -151,7 +151,7 @@ def test_shards_grow_where_there_would_be_too_many_files(
         rb.extend(make_batch(30_000))
         rb.dumps(place)
         assert zarr.open_group(place / "v0001/columns", mode="r")["action"].shards == (16_384,)
-        assert same(rows_of(expstore.open(place)), rows_of(rb))
+        assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
 
 
 def test_a_memory_storage_has_versions(place: Path, make_batch: Make) -> None:
@@ -162,8 +162,8 @@ def test_a_memory_storage_has_versions(place: Path, make_batch: Make) -> None:
     rb.dumps(place)
     rb.extend(make_batch(10))
     rb.dumps(place)
-    assert same(rows_of(expstore.open(place)), rows_of(rb))
-    assert priorities(expstore.open(place)) == priorities(rb)
+    assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
+    assert priorities(expstore.open(place, mode="r")) == priorities(rb)
     with pytest.raises(StateError, match="no folder"):
         rb.tag("best")
     assert rb.tag("best", place).number == 3
@@ -234,7 +234,7 @@ def test_stamps_of_another_history_are_not_believed(
             rb.extend(make_batch(50, start=start))
             expected = rows_of(rb)
             rb.dumps(place)
-        assert same(rows_of(expstore.open(place)), expected)
+        assert same(rows_of(expstore.open(place, mode="r")), expected)
 
 
 def test_without_hard_links_files_are_copied(
@@ -249,7 +249,7 @@ def test_without_hard_links_files_are_copied(
         rb.extend(make_batch(9000))
         first = rb.dumps(place)
         assert rb.dumps(place).new_bytes == first.new_bytes
-        assert same(rows_of(expstore.open(place)), rows_of(rb))
+        assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -263,7 +263,7 @@ def test_a_damaged_version_is_not_shared(
         (place / "v0001/columns/action/c.0").unlink()
         os.truncate(place / "v0001/columns/action/c.1", 100)
         rb.dumps(place)
-        assert same(rows_of(expstore.open(place)), rows_of(rb))
+        assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
 
 
 # -- which versions there are ----------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
     assert all(v.disk_bytes > 0 and v.new_bytes > 0 and v.time > 1.6e9 for v in found)
     assert found[2].episodes == 7  # each batch counts from 0, so none continues the one before
     for version, rows in ((None, 12), (1, 3), ("best", 7), (2, 7), ("3", 12), ("v0001", 3)):
-        assert len(expstore.open(place, version=version)) == rows
+        assert len(expstore.open(place, mode="r", version=version)) == rows
     with pytest.raises(SnapshotError, match=r"no version 'worst': there are 1, 2 \(best\), 3"):
         expstore.open(place, version="worst")
     with pytest.raises(SnapshotError, match="no version 4"):
@@ -418,7 +418,7 @@ def test_who_would_overwrite_rows_that_are_not_copied_waits(
     assert done == ["extend"]
     assert rb.storage.hold.first == 0
     assert rb.stats()["waits"] > 0
-    assert same(rows_of(expstore.open(place)), expected)
+    assert same(rows_of(expstore.open(place, mode="r")), expected)
     rb.close()
 
 
@@ -439,8 +439,8 @@ def test_a_change_in_place_waits(
     for thread in (dump, change):
         thread.join(30)
     assert not same(rows_of(rb), expected)
-    assert same(rows_of(expstore.open(place)), expected)
-    assert priorities(expstore.open(place)) == [1.0] * 500
+    assert same(rows_of(expstore.open(place, mode="r")), expected)
+    assert priorities(expstore.open(place, mode="r")) == [1.0] * 500
     rb.close()
 
 
@@ -465,7 +465,7 @@ def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: M
         threads = [started(write), started(draw), started(draw)]
         for _ in range(6):
             rb.dumps(place)
-            old = expstore.open(place)
+            old = expstore.open(place, mode="r")
             window = old.storage.window
             rows = rows_of(old)
             assert (rows["observation"][:, 0] == torch.arange(window.low, window.last)).all()
@@ -611,7 +611,7 @@ def test_what_does_not_fit_changes_nothing(
             [],
             ["load.tmp"],
         )
-    with expstore.open(place) as old, pytest.raises(StateError):
+    with expstore.open(place, mode="r") as old, pytest.raises(StateError):
         old.loads(place)
 
 
