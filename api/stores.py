@@ -236,6 +236,10 @@ class Stores:
             if name in self._open or self._found(name) is not None:
                 raise StateError(f"there is a store {name!r}", kind="exists", hint="take another name")
             path = self.root / f"{name}{_SUFFIX}"
+            if self._disk.is_link(path):  # it could lead anywhere
+                raise StateError(
+                    f"{path.name!r} is a link, not a store", kind="exists", hint="take another name"
+                )
             self._open[name] = self._opened(name, path, mode="x", **options)
             return self._open[name]
 
