@@ -98,7 +98,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(models: Path, tmp_path: Path) -> Path:
-    """A closed store of 25 rows: two episodes that terminated, an open one."""
+    """A closed store of 25 rows: two episodes that terminated, one that the close cut."""
     return Path(shutil.copytree(models / "closed", tmp_path / "run.exp"))
 
 
@@ -302,7 +302,7 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
     assert facts["rows"] == facts["written"] == 25
     assert facts["capacity"] == 100
     assert facts["generation"] == 1
-    assert facts["episodes"] == {"open": 1, "terminated": 2, "truncated": 0, "cut": 0}
+    assert facts["episodes"] == {"open": 0, "terminated": 2, "truncated": 0, "cut": 1}
     first = facts["fields"][0]
     assert first.pop("disk_bytes") > 0
     assert first.pop("million_rows_bytes") == 20_000_000
@@ -333,7 +333,7 @@ def test_info_for_people(cli: Cli, store: Path) -> None:
     done = cli("info", store)
     assert done.code == 0
     assert "25 (capacity 100), 25 written in all" in done.out
-    assert "1 open, 2 terminated, 0 truncated, 0 cut" in done.out
+    assert "0 open, 2 terminated, 0 truncated, 1 cut" in done.out
     assert "closed" in done.out
     assert "next.reward" in done.out
     assert "free: enough for all of the ring" in done.out
@@ -366,6 +366,7 @@ def test_info_counts_as_the_store_does(cli: Cli, store: Path) -> None:
         rb.extend(rows(2, start=2000), source="b")
         rb.add(rows(1, start=2002)[0], source="b")
         held, written = len(rb), rb.write_count
+        rb.episodes.end()  # as the close does
         episodes = dict(rb.sql("SELECT status, count(*) FROM episodes GROUP BY 1").fetchall())
         (running,) = cli("info", store, "--json").json["stores"]
     (closed,) = cli("info", store, "--json").json["stores"]
@@ -465,7 +466,7 @@ def test_a_table(cli: Cli, store: Path) -> None:
     lines = [line.split() for line in done.out.splitlines()]
     assert lines[0] == ["e", "status", "r", "end_time"]
     assert lines[1][:3] == ["1", "terminated", "11.25"]
-    assert lines[3][:3] == ["3", "open", "27.5"]
+    assert lines[3][:3] == ["3", "cut", "27.5"]
 
 
 def test_a_table_shortens_what_is_wide(cli: Cli, wide: Path) -> None:

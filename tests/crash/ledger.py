@@ -115,7 +115,14 @@ def values(spec: Spec, ids: Ints, versions: Ints) -> dict[tuple[str, ...], np.nd
     mixed, frame = _mix(ids, versions), _frames(spec, ids, versions)
     # Most rows come next after the one before them, some after the third one before, and some after none.
     after = np.where(ids % 16 < 11, 1, np.where(ids % 16 < 14, 3, 1 << 20))
-    following = {("next", "frame"): _frames(spec, ids + after, versions)} if spec.follows else {}
+    following = {}
+    if spec.follows:
+        # Ticks say that no row continues another one: episodes go by their sources alone.
+        following = {
+            ("next", "frame"): _frames(spec, ids + after, versions),
+            ("tick",): 2 * ids,
+            ("next", "tick"): 2 * ids + 1,
+        }
     terminated, truncated = _ends(ids)
     if spec.lean:
         return following | {

@@ -153,7 +153,6 @@ def test_a_sampler_that_does_not_fit_changes_nothing(store_path: Path, make_batc
         for sampler, error in (
             (ConsumingSampler(), ValueError),
             (RandomSampler(where="nobody > 0"), QueryError),
-            (PrioritizedSampler(10), ValueError),
             (3, TypeError),
         ):
             with pytest.raises(error):

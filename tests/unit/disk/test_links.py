@@ -138,6 +138,6 @@ def test_versions_and_archives_may_be_reached_through_links(run: Path, tmp_path:
         rb.extend(TensorDict({"x": torch.arange(5)}, [5]))
         rb.dumps(tmp_path / "versions")
         rb.loads(tmp_path / "versions")
-    with expstore.open(tmp_path / "versions") as rb:
+    with expstore.open(tmp_path / "versions", mode="r") as rb:
         assert len(rb) == 25
     assert verify(run) == []

@@ -147,9 +147,9 @@ def test_a_file_has_whole_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
         assert len(ranges) > 3
         import_parquet(tmp_path / "out", tmp_path / "back.exp")
+        rb.episodes.end()  # as the import's have ended
         with expstore.open(tmp_path / "back.exp") as again:
             check_same(rb, again)
-            # Named streams go on, with what comes next.
             for buffer in (rb, again):
                 buffer.extend(lanes, source="robot")
             query = FACTS[0].replace("_time, ", "")

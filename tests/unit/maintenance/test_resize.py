@@ -336,14 +336,14 @@ def test_rows_that_left_by_episodes_stay_away(tmp_path: Path) -> None:
     assert verify(path) == []
 
 
-def test_open_episodes_go_on(tmp_path: Path) -> None:
+def test_open_episodes_end(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with buffer(path, 60) as rb:
         rb.extend(batch(13), source="arm")
     expstore.resize(path, capacity=10)
     with buffer(path) as rb:
         rb.extend(batch(1, 13, step=13), source="arm")
-        assert columns_of(rb.storage)["step"].tolist()[-4:] == [0, 1, 2, 3]
+        assert columns_of(rb.storage)["step"].tolist()[-4:] == [0, 1, 2, 0]
 
 
 def test_a_store_without_rows(tmp_path: Path) -> None:

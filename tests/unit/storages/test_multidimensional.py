@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -20,14 +19,12 @@ from tensordict import TensorDict
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.id_set import NO_GAPS, Gaps
-from expstore.disk.files import Disk
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Storage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.format.manifest import MANIFEST, Manifest, _checksum
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
@@ -192,19 +189,6 @@ def test_a_store_keeps_its_dims(tmp_path: Path) -> None:
     with open_store(path, mode="r") as rb:
         assert rb.sql("SELECT max(n), count(*) FROM transitions").fetchall() == [(99, 99)]
         assert rb.storage.unravel(np.array([98])).tolist() == [[32, 2]]
-
-
-def test_a_store_from_before_there_were_dims(tmp_path: Path) -> None:
-    path = tmp_path / "run.exp"
-    with kept_in(path, 10) as storage:
-        storage.prepare(SCHEMA, KEYS)
-    manifest = Manifest.load(Disk(), path)
-    data = json.loads(manifest.pack())
-    del data["ndim"], data["dims"], data["crc32c"]
-    (path / MANIFEST).write_text(json.dumps(data | {"crc32c": _checksum(data)}))
-    assert Manifest.load(Disk(), path) == dataclasses.replace(manifest, ndim=1, dims=())
-    with kept_in(path) as storage:
-        assert (storage.ndim, storage.dims, storage.capacity) == (1, (), 10)
 
 
 @pytest.mark.parametrize("capacity", [100, 30, None])

@@ -144,12 +144,17 @@ def test_duckdb_opens_the_index_of_a_closed_store(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50, meta={"env": "x"}) as rb:
         rb.extend(rows(70), source="arm")
         rb.update_priority([0], 3.0)
+        rb.episodes.end()  # a close ends them, and the session, too
         names = ("episodes", "fragments", "sources", "priorities", "meta")
         expected = {name: rb.sql(f"SELECT * FROM {name} ORDER BY ALL").fetchall() for name in names}
     with duckdb.connect(str(store_path / "index.duckdb"), read_only=True) as con:
         for name in names:
             found = con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
-            if name != "meta":
+            if name == "sources":
+                assert [row[-1] is None for row in expected[name]] == [True]
+                assert [row[-1] is None for row in found] == [False]
+                assert [row[:-1] for row in found] == [row[:-1] for row in expected[name]]
+            elif name != "meta":
                 assert found == expected[name], name
         facts_kept = dict(con.execute("SELECT key, value FROM meta").fetchall())
         assert json.loads(facts_kept["env"]) == "x"

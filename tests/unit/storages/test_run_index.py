@@ -104,6 +104,7 @@ def test_a_store_on_disk_shows_the_same_after_any_end(store_path: Path) -> None:
         assert len(before) == 2
     with expstore.open(store_path) as rb:
         assert shown(rb) == before
+        assert rb.episodes.resume("a", check=False).numel() == 1
         with expstore.open(store_path, mode="r") as follower:
             assert shown(follower) == before
             rb.extend(trajectory_rows(1, 3, 12), source="a")
