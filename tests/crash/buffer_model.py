@@ -131,7 +131,9 @@ class Truth:
             self.largest = self.largest[-1:]
 
     def empty(self) -> None:
-        """Forget all rows; ids go on at the next multiple of the capacity."""
+        """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
+        if self.rows:
+            self.end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
         self._forget(self.ids)
@@ -186,9 +188,12 @@ class Truth:
         return kept
 
     def reopen(self) -> None:
-        """Begin with a new handle: what had no name ends there."""
-        for stream, number in list(self.going.items()):
-            if isinstance(stream[0], int):
-                self.episodes[number] = replace(self.episodes[number], status=CUT)
-                del self.going[stream]
+        """Begin a new session: the open episodes of the one before are cut."""
+        self.end_episodes()
         self.handle += 1
+
+    def end_episodes(self) -> None:
+        """End all open episodes."""
+        for number in self.going.values():
+            self.episodes[number] = replace(self.episodes[number], status=CUT)
+        self.going.clear()
