@@ -210,7 +210,7 @@ def images(told: Told) -> Iterator[str]:
         f"256 random ones come in {_range(drawn)} ms, {_range(sampled)} times as fast as from that memmap,",
         f"slices of 32 steps {_range(sliced)} times.",
         f"Flat images are sampled {faster} times as fast as TorchRL's",
-        f"and take {space['data']['disk'] / 1000:.1f} KB per transition, with both observations."
+        f"and take {space['data']['row_bytes'] / 1000:.1f} KB per transition, with both observations."
         if space
         else "and take the space they have.",
     )
