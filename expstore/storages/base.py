@@ -271,6 +271,8 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self.check_writable()
             last = self._window.last
             if self._window.size == 0:
+                if self.episodes.has_open(None):
+                    self.annotate(End(now_us(), None))
                 return
             if self.capacity is not None:
                 last = -(-last // self.capacity) * self.capacity

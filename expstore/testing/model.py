@@ -134,8 +134,7 @@ class Model:
 
     def empty(self) -> None:
         """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
-        if self.rows:
-            self._end_episodes()
+        self._end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
         self.rows.clear()

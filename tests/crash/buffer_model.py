@@ -132,8 +132,7 @@ class Truth:
 
     def empty(self) -> None:
         """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
-        if self.rows:
-            self.end_episodes()
+        self.end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity
         self._forget(self.ids)

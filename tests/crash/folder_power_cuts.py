@@ -49,7 +49,7 @@ def disks_after(
     platter, done = Platter(base, tree), 0
     end = len(disk.events)
     # Half of them at the end, where all is done but for names that are not synced.
-    late = [chance.randrange(end - 60, end + 1) for _ in range(cuts // 2)]
+    late = [chance.randrange(max(1, end - 60), end + 1) for _ in range(cuts // 2)]
     points = sorted([*late, *(chance.randrange(1, end + 1) for _ in range(cuts // 2))])
     points += [end] * 3
     for number, point in enumerate(points):

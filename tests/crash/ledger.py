@@ -464,10 +464,10 @@ class Ledger:
         del self.late[str(op.source)]
 
     def _empty(self, op: Op) -> None:
+        self.end_episodes()
         if self.ids.size:
             capacity = self.spec.capacity
             self.deleted[self.ids] = 1
-            self.end_episodes()
             self.last = self.last if capacity is None else -(-self.last // capacity) * capacity
             self.retired = self.last
 
