@@ -86,7 +86,7 @@ class _Host:
                 patches.enter_context(patch.object(owner, name, value))
             # Loops that are compiled may make other bytes (of a compressed chunk) than what stands in for
             # them: they are there from the first row on, as in a store that has been open for a second.
-            for name, module in sorted(sys.modules.items()):
+            for name, module in sorted(sys.modules.copy().items()):  # other threads import meanwhile
                 if name.startswith("expstore.") and "load_in_background" in vars(module):
                     patches.enter_context(patch.object(module, "load_in_background", lambda load: load()))
             yield
