@@ -150,8 +150,9 @@ class Model:
         return row
 
     def empty(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, which ends their episodes."""
         self.retire(len(self.rows))
+        self.going.clear()
 
     def retire(self, count: int) -> None:
         """Give up the oldest rows."""
