@@ -240,4 +240,4 @@ def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(delete.RetainingStorage, "_part_with", give_back_unsynced)
     monkeypatch.setattr(delete, "_punch", lambda column, ids: set())  # segments alone are to tell
     with pytest.raises(CorruptionError, match="is missing|are missing"):
-        cut_anywhere(tmp_path, 40, 0, monkeypatch)
+        cut_anywhere(tmp_path, 200, 0, monkeypatch)  # 1 in 40 falls where it shows

@@ -165,8 +165,8 @@ class Model:
         del self.rows[first : first + count]
 
     def reopen(self) -> None:
-        """Begin with a new handle: what the former one left open goes on only if its source has a name."""
-        self.going = {stream: told for stream, told in self.going.items() if isinstance(stream[0], str)}
+        """Begin with a new handle: no row continues an episode of a former one."""
+        self.going.clear()
         self.handle += 1
 
     # -- what can be drawn -----------------------------------------------------------------------

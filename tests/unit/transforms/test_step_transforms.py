@@ -392,7 +392,7 @@ def test_a_sum_ends_where_another_field_says_so() -> None:
 def test_returns_grow_while_an_episode_goes_on() -> None:
     rb = buffer(Reward2GoTransform(), counted(3))
     assert rb[:]["next", "reward"].flatten().tolist() == [3, 2, 1]
-    rb.extend(counted(2, ends=2))
+    rb.extend(counted(5, ends=5)[3:])
     assert rb[:]["next", "reward"].flatten().tolist() == [5, 4, 3, 2, 1]
 
 
