@@ -31,8 +31,9 @@ EXPORT_NOTES = "\n\n".join(
     ]
 )
 IMPORT_NOTES = (
-    "The store is there whole or not at all: Ctrl-C leaves nothing, and the next attempt begins anew. Ids "
-    "begin at 1. Nothing is ever unpickled."
+    "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt begins "
+    "anew; of data sets (atari-dqn, d4rl) it leaves a hidden folder, .STORE.import, from which the next "
+    "attempt continues. Ids begin at 1. Nothing is ever unpickled."
 )
 
 
@@ -155,7 +156,9 @@ def import_(
     form: Annotated[
         str | None,
         typer.Option(
-            "--format", metavar="NAME", help="arrow, hdf5, minari, npz, parquet; without it, as SOURCE looks."
+            "--format",
+            metavar="NAME",
+            help="arrow, atari-dqn, d4rl, hdf5, minari, npz, parquet. Default: recognised from SOURCE.",
         ),
     ] = None,
     names: Annotated[
@@ -177,25 +180,42 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
+    from expstore.datasets.formats import DATASETS, is_atari_dqn
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
-    if form is not None and form not in IMPORTS:
-        raise typer.BadParameter(f"{form!r} is none of {', '.join(IMPORTS)}", param_hint="--format")
-    form = form or format_of(source)
-    more: dict[str, Any] = {"names": _pairs(names)} if names else {}
-    if more and form not in MAPPED:
-        raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
-    if storage is not None:
-        more["storage"] = _kind(storage, form, TABLES)
-    make = importer(form)
-    with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
-        done = make(source, store, capacity=capacity, progress=progress, **more)
+    if form is not None and form not in (*IMPORTS, *DATASETS):
+        choices = ", ".join(sorted((*IMPORTS, *DATASETS)))
+        raise typer.BadParameter(f"{form!r} is none of {choices}", param_hint="--format")
+    form = form or ("atari-dqn" if is_atari_dqn(source) else format_of(source))
+    if form in DATASETS:
+        for name, value in (("--map", names), ("--capacity", capacity), ("--storage", storage)):
+            if value:
+                raise typer.BadParameter(f"does not apply to {form}", param_hint=name)
+        done = _import_data_set(form, source, store)
+    else:
+        more: dict[str, Any] = {"names": _pairs(names)} if names else {}
+        if more and form not in MAPPED:
+            raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
+        if storage is not None:
+            more["storage"] = _kind(storage, form, TABLES)
+        make = importer(form)
+        with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
+            done = make(source, store, capacity=capacity, progress=progress, **more)
     if as_json:
         facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
         print_json(facts | {"notes": list(done.notes)})
         return 0
     _tell_imported(done)
     return 0
+
+
+def _import_data_set(form: str, source: Path, store: Path) -> Imported:
+    """Import a data set, or continue an import that was interrupted."""
+    from expstore.datasets import import_dataset
+    from expstore.datasets.formats import make_reader
+
+    with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
+        return import_dataset(make_reader(form, source), store, progress=progress)
 
 
 def _tell_imported(done: Imported) -> None:

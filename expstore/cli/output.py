@@ -221,4 +221,4 @@ def show_progress(
     columns = (TextColumn(what), BarColumn(), much, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+        yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown

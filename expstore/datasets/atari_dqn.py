@@ -1,0 +1,371 @@
+"""Read the DQN replay data set of Atari games: rings of frames that Dopamine wrote, checkpoint by checkpoint.
+
+Source of the format: Dopamine's `circular_replay_buffer.py` of 2019 and `logged_replay_buffer.py` of
+https://github.com/google-research/batch_rl. A checkpoint N is six files,
+`$store$_{observation,action,reward,terminal}_ckpt.N.gz`, `add_count_ckpt.N.gz` and
+`invalid_range_ckpt.N.gz`, each one gzip stream of one .npy array.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.disk.files import ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, SchemaError
+from expstore.exchange.base import open_to_read
+
+__all__ = ["AtariDQNReader"]
+
+_COLUMNS = ("observation", "action", "reward", "terminal")
+_NAMES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "invalid_range")
+_FILE = re.compile(r"^(.+)_ckpt\.(\d+)\.gz$")
+#: Rows of zeros that Dopamine puts before every episode: the stack of frames less one.
+_PADDING = 3
+_SLAB_BYTES = 8 << 20
+_READ_BYTES = 1 << 20
+
+
+class AtariDQNReader(Reader):
+    """Read one run of one game of the Atari DQN data set.
+
+    The checkpoints of a run are pictures of one ring buffer. This reader restores the order in which the rows
+    were written, drops the rows of zeros that pad every episode, and continues an episode over the edge of a
+    checkpoint where no row is missing. Where rows are missing, the episode is cut there. The data set does
+    not record the observation after the last step of an episode, and time limits are recorded as terminal.
+
+    A row is `observation` `(84, 84)` uint8, one frame, `action` int64, `next.reward` `(1,)` float32,
+    clipped to [-1, 1], and the fields of every data set.
+
+    Args:
+        source: Folder of the files, as in `Pong/1/replay_logs`, or of the run, `Pong/1`.
+        runs: Read only so many checkpoints, the first ones. None: all of them.
+
+    Raises:
+        NotFoundError: There is no such folder, or no complete checkpoint in it.
+        SchemaError: A checkpoint lacks one of its six files, or an array has another shape.
+
+    Example:
+        >>> import_dataset(AtariDQNReader("Pong/1/replay_logs"), "pong.exp")
+    """
+
+    format: ClassVar[str] = "atari-dqn"
+
+    def __init__(self, source: str | Path, *, runs: int | None = None) -> None:
+        folder, disk = local_path(source), ReadingDisk()
+        if not disk.is_dir(folder):
+            raise NotFoundError(f"there is no folder {folder}")
+        self._folder = folder / "replay_logs" if disk.is_dir(folder / "replay_logs") else folder
+        found: dict[int, dict[str, Path]] = {}
+        for name in disk.names(self._folder):
+            if (match := _FILE.match(name)) and match[1] in _NAMES:
+                found.setdefault(int(match[2]), {})[match[1]] = self._folder / name
+        if not found:
+            raise NotFoundError(
+                f"there is no checkpoint in {self._folder}",
+                hint="files are called $store$_observation_ckpt.0.gz, ...; quote the $ in a shell",
+            )
+        for number, files in found.items():
+            if absent := [name for name in _NAMES if name not in files]:
+                raise SchemaError(f"checkpoint {number} in {self._folder} has no {', '.join(absent)}")
+        if runs is not None and runs < 1:
+            raise SchemaError(f"runs={runs} is not a positive number of checkpoints")
+        self._runs = runs
+        self._found = {number: found[number] for number in sorted(found)[:runs]}
+
+    def parts(self) -> list[Part]:
+        """Return the checkpoints as one part: their episodes continue from one to the next."""
+        files = [path for files in self._found.values() for _, path in sorted(files.items())]
+        return [Part(name=_name_of(self._folder), files=files)]
+
+    def options(self) -> Mapping[str, Any]:
+        """Return how many checkpoints are read."""
+        return {"runs": self._runs}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return `add_count` and `invalid_range` of the checkpoints, as TorchRL's samples have them."""
+        counts = {str(number): self._read_count(number) for number in self._found}
+        return {"atari": {number: {"add_count": a, "invalid_range": i} for number, (a, i) in counts.items()}}
+
+    def episodes(self, part: Part) -> Iterator[Episode]:
+        """Yield the episodes in pieces of at most 8 MB."""
+        cutter = _Cutter()
+        former: int | None = None
+        former_number = -1
+        for number in self._found:
+            added, _ = self._read_count(number)
+            with _Checkpoint(self._found[number], number) as checkpoint:
+                slots = checkpoint.slots
+                cursor = added % slots
+                is_last_dump = former is not None and added < former
+                if is_last_dump and cursor == slots - 1:
+                    continue  # made right after another one: the same rows
+                if is_last_dump:
+                    joins = self._same_rows(former_number, number, cursor)
+                else:
+                    joins = former is not None and added - former == slots
+                if former is not None and not joins:
+                    yield from cutter.cut()
+                if joins:  # the last slot was written after the former dump, just before slot 0
+                    yield from cutter.add(checkpoint.last_row())
+                for rows in checkpoint.read(cursor):
+                    yield from cutter.add(rows)
+            former, former_number = added, number
+        yield from cutter.cut()
+
+    def _same_rows(self, former: int, last: int, cursor: int) -> bool:
+        """Return whether two checkpoints have the same rows from a slot on, the last slot apart.
+
+        The dump at the end of a run counts from 0, so its `add_count` does not tell whether a round was lost
+        before it. If none was, its slots from the cursor on are still those of the former checkpoint.
+        """
+        with _Checkpoint(self._found[former], former) as one, _Checkpoint(self._found[last], last) as other:
+            if one.slots != other.slots:
+                return False
+            at = 0
+            for rows, others in zip(one.read(one.slots - 1), other.read(one.slots - 1), strict=True):
+                start = max(0, cursor - at)
+                if start < len(rows) and not rows.part(start, len(rows)).equals(
+                    others.part(start, len(rows))
+                ):
+                    return False
+                at += len(rows)
+        return True
+
+    def _read_count(self, number: int) -> tuple[int, list[int]]:
+        files = self._found[number]
+        with _decompressed(files["add_count"]) as one, _decompressed(files["invalid_range"]) as other:
+            count = np.lib.format.read_array(one, allow_pickle=False)
+            invalid = np.lib.format.read_array(other, allow_pickle=False)
+        return int(count), [int(slot) for slot in invalid.reshape(-1)]
+
+
+def _name_of(folder: Path) -> str:
+    """Return the game and the run: "Pong/1"."""
+    above = folder.resolve()
+    above = above.parent if above.name == "replay_logs" else above
+    return f"{above.parent.name}/{above.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows in the order in which they were written.
+
+    Args:
+        observation: Shape `(n, height, width)`, uint8.
+        action: Shape `(n,)`.
+        reward: Shape `(n,)`.
+        terminal: Shape `(n,)`, bool.
+    """
+
+    observation: Array
+    action: Array
+    reward: Array
+    terminal: Array
+
+    def __len__(self) -> int:
+        return len(self.action)
+
+    def part(self, start: int, stop: int) -> _Rows:
+        """Return some of the rows."""
+        rows = slice(start, stop)
+        return _Rows(self.observation[rows], self.action[rows], self.reward[rows], self.terminal[rows])
+
+    def equals(self, other: _Rows) -> bool:
+        """Return whether other rows are the same."""
+        return (
+            np.array_equal(self.action, other.action)
+            and np.array_equal(self.reward, other.reward)
+            and np.array_equal(self.terminal, other.terminal)
+            and np.array_equal(self.observation, other.observation)
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[_Rows]) -> _Rows:
+        """Return rows one behind another."""
+        if len(parts) == 1:
+            return parts[0]
+        return _Rows(
+            np.concatenate([part.observation for part in parts]),
+            np.concatenate([part.action for part in parts]),
+            np.concatenate([part.reward for part in parts]),
+            np.concatenate([part.terminal for part in parts]),
+        )
+
+    def is_padding(self) -> Array:
+        """Return which rows are all zero. Shape `(n,)`, bool."""
+        maybe: Array = (self.action == 0) & (self.reward == 0) & ~self.terminal
+        places = np.flatnonzero(maybe)
+        if places.size:
+            maybe[places] = ~self.observation[places].reshape(len(places), -1).any(1)
+        return maybe
+
+
+class _Checkpoint:
+    """The four columns of a checkpoint, decompressed slab by slab."""
+
+    def __init__(self, files: Mapping[str, Path], number: int) -> None:
+        self._files = files
+        self._number = number
+        self._opened = ExitStack()
+        self._streams: list[Any] = []
+        self._shapes: list[tuple[int, ...]] = []
+        self._dtypes: list[np.dtype[Any]] = []
+
+    def __enter__(self) -> _Checkpoint:
+        try:
+            self._open()
+        except BaseException:
+            self._opened.close()
+            raise
+        return self
+
+    def _open(self) -> None:
+        for name in _COLUMNS:
+            stream = self._opened.enter_context(_decompressed(self._files[f"$store$_{name}"]))
+            self._streams.append(stream)
+            shape, dtype = _read_header(stream)
+            wanted = 3 if name == "observation" else 1
+            if len(shape) != wanted or dtype.kind not in "biuf":
+                raise SchemaError(f"{name} of checkpoint {self._number} has shape {list(shape)} of {dtype}")
+            self._shapes.append(shape)
+            self._dtypes.append(dtype)
+        if len({shape[0] for shape in self._shapes}) != 1:
+            sizes = ", ".join(f"{n} {s[0]}" for n, s in zip(_COLUMNS, self._shapes, strict=True))
+            raise SchemaError(f"the arrays of checkpoint {self._number} differ in length: {sizes}")
+        self.slots = self._shapes[0][0]
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
+
+    def read(self, count: int) -> Iterator[_Rows]:
+        """Yield the rows of the first slots."""
+        row_bytes = int(np.prod(self._shapes[0][1:])) * self._dtypes[0].itemsize
+        size = max(1, _SLAB_BYTES // max(1, row_bytes))
+        for start in range(0, count, size):
+            rows = min(size, count - start)
+            yield self._rows(
+                [
+                    _read_rows(stream, shape, dtype, rows)
+                    for stream, shape, dtype in zip(self._streams, self._shapes, self._dtypes, strict=True)
+                ]
+            )
+
+    def last_row(self) -> _Rows:
+        """Return the row of the last slot, which a second pass over the files finds."""
+        found = []
+        for name, shape, dtype in zip(_COLUMNS, self._shapes, self._dtypes, strict=True):
+            with _decompressed(self._files[f"$store$_{name}"]) as stream:
+                _read_header(stream)
+                _skip(stream, (shape[0] - 1) * int(np.prod(shape[1:])) * dtype.itemsize)
+                found.append(_read_rows(stream, shape, dtype, 1))
+        return self._rows(found)
+
+    @staticmethod
+    def _rows(values: Sequence[Array]) -> _Rows:
+        observation, action, reward, terminal = values
+        return _Rows(observation, action.astype(np.int64), reward.astype(np.float32), terminal > 0)
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[gzip.GzipFile]:
+    with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
+        with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
+            yield stream
+
+
+def _read_header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Read the header of a .npy stream; objects, which would be unpickled, are refused."""
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    if is_fortran or dtype.hasobject:
+        raise SchemaError(f"an array of {dtype} in {'Fortran' if is_fortran else 'C'} order cannot be read")
+    return shape, dtype
+
+
+def _read_rows(stream: Any, shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Array:
+    size = count * int(np.prod(shape[1:])) * dtype.itemsize
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError(f"{stream.name} ends {size - len(data)} bytes too early")
+    return np.frombuffer(data, dtype).reshape(count, *shape[1:])
+
+
+def _skip(stream: Any, size: int) -> None:
+    while size:
+        data = stream.read(min(size, 1 << 20))
+        if not data:
+            raise EOFError(f"{stream.name} ends {size} bytes too early")
+        size -= len(data)
+
+
+class _Cutter:
+    """Cut rows into pieces of episodes, without the padding before each.
+
+    It holds the newest row back: its next observation is in the row that follows.
+    """
+
+    def __init__(self) -> None:
+        self._held: _Rows | None = None
+        self._padding = 0
+        self._begins = True
+
+    def add(self, rows: _Rows) -> Iterator[Episode]:
+        """Take rows; yield the pieces of episodes that they complete."""
+        for start, stop in self._runs(rows):
+            piece = rows.part(start, stop)
+            parts = [piece] if self._held is None else [self._held, piece]
+            self._held = None
+            if piece.terminal[-1]:
+                yield _episode(_Rows.joined(parts), "terminated", None)
+                continue
+            joined = _Rows.joined(parts)
+            self._held = joined.part(len(joined) - 1, len(joined))
+            if len(joined) > 1:
+                body = joined.part(0, len(joined) - 1)
+                yield _episode(body, "open", self._held.observation)
+
+    def cut(self) -> Iterator[Episode]:
+        """End the open episode: what follows does not continue it."""
+        if self._held is not None:
+            yield _episode(self._held, "cut", None)
+        self._held, self._begins, self._padding = None, True, 0
+
+    def _runs(self, rows: _Rows) -> list[tuple[int, int]]:
+        """Return the stretches of rows between paddings and ends."""
+        padding = rows.is_padding()
+        ends = np.flatnonzero(rows.terminal)
+        found: list[tuple[int, int]] = []
+        start = 0
+        while start < len(rows):
+            if self._begins:
+                while start < len(rows) and self._padding < _PADDING and padding[start]:
+                    start += 1
+                    self._padding += 1
+                if start == len(rows):
+                    break  # the next rows may be padding, too
+            place = np.searchsorted(ends, start)
+            stop = int(ends[place]) + 1 if place < len(ends) else len(rows)
+            found.append((start, stop))
+            self._begins = bool(rows.terminal[stop - 1])
+            if self._begins:
+                self._padding = 0
+            start = stop
+        return found
+
+
+def _episode(rows: _Rows, end: End, after: Array | None) -> Episode:
+    observation = rows.observation if after is None else np.concatenate([rows.observation, after])
+    return Episode(observation=observation, action=rows.action, reward=rows.reward, end=end)

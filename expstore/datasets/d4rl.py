@@ -1,0 +1,237 @@
+"""Read D4RL's files: HDF5 with one row per transition and flags where episodes end.
+
+Source of the format: the generators and loaders of https://github.com/Farama-Foundation/D4RL. Files differ
+in which arrays they have, so each is looked for: `next_observations`, `timeouts` and `infos` may be absent,
+and flags may be floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from expstore.core.values import Array, Key
+from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.disk.files import ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, SchemaError
+from expstore.exchange.base import required
+
+__all__ = ["D4RLReader"]
+
+Flag = Literal["terminals", "timeouts"]
+
+_NAMES = ("observations", "actions", "rewards", "terminals")
+_SLAB_BYTES = 16 << 20
+
+
+class D4RLReader(Reader):
+    """Read the episodes of one D4RL file.
+
+    Unlike TorchRL's class it keeps every row, keeps the observation after a terminal step where the file has
+    it, takes flags that are floats (kitchen, antmaze), and ends an episode where the file's
+    `next_observations` say that the next row does not continue it.
+
+    - `observations`, `actions`, `rewards`: the fields `observation`, `action`, `next.reward`.
+    - `infos/*`: `info.*` and `next.info.*`; other arrays with one row per transition: fields of their names.
+    - `metadata/*`: numbers and texts are kept in `rb.meta["d4rl"]`; weights of policies are left out.
+
+    Args:
+        source: The file.
+        split_on: The flags that end an episode. None: both; `timeouts` alone for antmaze and maze2d, by the
+            file's name, because `terminals` there says that the agent is near the goal while the episode
+            continues. Flags that end no episode are stored as `next.terminal`.
+
+    Raises:
+        NotFoundError: There is no such file.
+        SchemaError: It is not an HDF5 file with these arrays.
+        ModuleNotFoundError: h5py is not installed.
+
+    Example:
+        >>> import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp").episodes
+        2186
+    """
+
+    format: ClassVar[str] = "d4rl"
+
+    def __init__(self, source: str | Path, *, split_on: Sequence[Flag] | None = None) -> None:
+        self._path, disk = local_path(source), ReadingDisk()
+        if not disk.exists(self._path) or disk.is_dir(self._path):
+            raise NotFoundError(f"there is no file {self._path}")
+        wrong = [name for name in split_on or () if name not in ("terminals", "timeouts")]
+        if wrong or (split_on is not None and not split_on):
+            raise SchemaError(f"split_on={split_on!r} is not a choice of 'terminals' and 'timeouts'")
+        self._split_on = tuple(split_on) if split_on is not None else _default_split(self._path.name)
+        self._h5py = required("h5py")
+        with self._open() as file:
+            arrays = self._arrays(file)
+            absent = [name for name in _NAMES if name not in arrays]
+            if absent:
+                raise SchemaError(
+                    f"{self._path} is not a D4RL file: it has no {', '.join(absent)}",
+                    hint=f"it has {', '.join(sorted(arrays)[:10]) or 'no arrays'}",
+                )
+            self._rows = len(file["observations"])
+            self._facts = self._read_metadata(file)
+
+    def parts(self) -> list[Part]:
+        """Return the file."""
+        return [Part(name=self._path.name, files=[self._path])]
+
+    def options(self) -> Mapping[str, Any]:
+        """Return which flags end an episode."""
+        return {"split_on": list(self._split_on)}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the file's metadata."""
+        return {"d4rl": self._facts}
+
+    def count_rows(self, part: Part) -> int:
+        """Return the number of transitions."""
+        return self._rows
+
+    def episodes(self, part: Part) -> Iterator[Episode]:
+        """Yield the episodes; a long one, or one over the edge of a slab of 16 MB, in pieces."""
+        with self._open() as file:
+            arrays = self._arrays(file)
+            count = self._rows
+            flags: dict[str, Array] = {
+                name: _flags(arrays[name], count) for name in ("terminals", "timeouts") if name in arrays
+            }
+            ends = np.zeros(count, bool)
+            for name in self._split_on:
+                if name in flags:
+                    ends |= flags[name]
+            ends[-1] = True
+            row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
+            size = max(1, _SLAB_BYTES // max(1, row_bytes))
+            for start in range(0, count, size):
+                stop = min(start + size, count)
+                yield from self._slab(arrays, flags, ends, start, stop)
+
+    def _slab(
+        self, arrays: Mapping[str, Any], flags: Mapping[str, Array], ends: Array, start: int, stop: int
+    ) -> Iterator[Episode]:
+        """Yield the pieces of episodes in a slab of rows."""
+        # One row more: the observation after the slab's last step.
+        read = {
+            name: one[start : min(stop + 1, len(ends))] for name, one in arrays.items() if name not in flags
+        }
+        own_ends = ends[start:stop].copy()
+        after = read.pop("next_observations", None)
+        if after is not None:
+            rows = min(len(own_ends), len(read["observations"]) - 1)
+            own_ends[:rows] |= _differ(after[:rows], read["observations"][1 : rows + 1])
+        first = 0
+        for last in [*np.flatnonzero(own_ends).tolist(), None]:
+            piece = slice(first, stop - start if last is None else last + 1)
+            if piece.stop == piece.start:
+                continue
+            end: End = "open" if last is None else _end(flags, start + last)
+            yield self._piece(read, after, flags, piece, start, end)
+            first = piece.stop
+
+    def _piece(
+        self,
+        read: Mapping[str, Array],
+        after: Array | None,
+        flags: Mapping[str, Array],
+        rows: slice,
+        offset: int,
+        end: End,
+    ) -> Episode:
+        states = slice(rows.start, rows.stop + (end == "open"))
+        observation = read["observations"][states]
+        if end != "open" and after is not None:
+            observation = np.concatenate([observation, after[rows.stop - 1 : rows.stop]])
+        info: dict[str, Any] = {}
+        fields: dict[str | Key, Array] = {}
+        for name, values in read.items():
+            group, _, rest = name.partition("/")
+            if group == "infos" and rest:
+                _put(info, rest.split("/"), values[states])
+            elif name not in _NAMES:
+                fields[("info",) if name == "infos" else tuple(name.split("/"))] = values[rows]
+        if "terminals" not in self._split_on:
+            inside = flags["terminals"][offset + rows.start : offset + rows.stop]
+            fields[("next", "terminal")] = inside[:, None]
+        return Episode(
+            observation=observation,
+            action=read["actions"][rows],
+            reward=read["rewards"][rows].reshape(rows.stop - rows.start),
+            end=end,
+            info=info,
+            fields=fields,
+        )
+
+    def _open(self) -> Any:
+        try:
+            return self._h5py.File(self._path, "r")
+        except OSError as exc:
+            raise SchemaError(f"{self._path} is not an HDF5 file: {exc}") from exc
+
+    def _arrays(self, file: Any) -> dict[str, Any]:
+        """Return the arrays with one row per transition, by path."""
+        found: dict[str, Any] = {}
+
+        def visit(name: str, item: Any) -> None:
+            if isinstance(item, self._h5py.Dataset) and item.shape and not name.startswith("metadata/"):
+                found[name] = item
+
+        file.visititems(visit)
+        count = len(found["observations"]) if "observations" in found else 0
+        if not count and "observations" in found:
+            raise SchemaError(f"{self._path} has no rows")
+        for name in _NAMES:
+            if name in found and len(found[name]) != count:
+                raise SchemaError(
+                    f"{self._path} has {len(found[name])} rows of {name!r} and {count} of 'observations'"
+                )
+        kept = {name: one for name, one in found.items() if len(one) == count and one.dtype.kind in "biuf"}
+        return kept if "observations" in kept else {}
+
+    def _read_metadata(self, file: Any) -> dict[str, Any]:
+        said: dict[str, Any] = {}
+
+        def visit(name: str, item: Any) -> None:
+            if isinstance(item, self._h5py.Dataset) and not item.shape:
+                value = item[()]
+                value = value.decode(errors="replace") if isinstance(value, bytes) else value
+                said[name] = value.item() if isinstance(value, np.generic) else str(value)
+
+        if "metadata" in file:
+            file["metadata"].visititems(visit)
+        return said
+
+
+def _default_split(name: str) -> tuple[Flag, ...]:
+    plain = name.lower().replace("_", "").replace("-", "")
+    return ("timeouts",) if plain.startswith(("antmaze", "maze2d")) else ("terminals", "timeouts")
+
+
+def _flags(array: Any, count: int) -> Array:
+    found: Array = np.asarray(array[()]).reshape(count) > 0.5
+    return found
+
+
+def _differ(one: Array, other: Array) -> Array:
+    """Return in which rows two arrays differ; NaN equals NaN."""
+    differing = (one != other) & ~((one != one) & (other != other))
+    found: Array = differing.any(axis=tuple(range(1, one.ndim)))
+    return found
+
+
+def _end(flags: Mapping[str, Array], row: int) -> End:
+    for name, end in (("terminals", "terminated"), ("timeouts", "truncated")):
+        if name in flags and flags[name][row]:
+            return "terminated" if end == "terminated" else "truncated"
+    return "cut"
+
+
+def _put(tree: dict[str, Any], path: Sequence[str], values: Array) -> None:
+    for name in path[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[path[-1]] = values

@@ -1,0 +1,206 @@
+"""The contract of data set readers: a `Reader` lists the parts of a source and yields their episodes.
+
+Implemented by the readers of this package and by users, for formats of their own. It needs NumPy only.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from expstore.core.values import Array, Key, key_name, to_key
+from expstore.errors import SchemaError
+
+__all__ = ["End", "Episode", "Part", "Reader"]
+
+#: How an episode ends. "cut": the recording stops, the environment did not. "open": the next `Episode` that
+#: the reader yields continues this one.
+End = Literal["terminated", "truncated", "cut", "open"]
+
+_ENDS = ("terminated", "truncated", "cut", "open")
+
+#: An array, or nested mappings of names to arrays.
+Values = Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A part of a source: it is imported under one source name and resumed on its own.
+
+    Args:
+        name: Unique within the data set. Usually the name of the file.
+        files: The files that determine its rows. Their SHA-256 identifies the part.
+    """
+
+    name: str
+    files: Sequence[Path]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """The steps of one episode, or a piece of it.
+
+    With T steps, `action` and `reward` have T rows, and `observation` has T + 1: the last one is the
+    observation after the last step. Where a source does not record that observation, give T rows;
+    `("next", "observation")` of the last step is then 0.
+
+    Args:
+        observation: The states. Shapes `(T + 1, *shape)` or `(T, *shape)`; a mapping of names gives nested
+            fields.
+        action: Shape `(T, *shape)`, or a mapping.
+        reward: Shape `(T,)` or `(T, 1)`. None if the source has no rewards.
+        end: How the episode ends. A piece that is "open" needs T + 1 observations.
+        info: Further values of the states, stored under `"info"` and `("next", "info")`. Shapes as
+            `observation`.
+        fields: Further values of the steps, by key: `"episode"`, `("next", "success")`. Shapes
+            `(T, *shape)`.
+        facts: Facts about the episode, for the column `info` of the relation `episodes`: a seed, a task.
+            Of an episode in pieces, those of its first piece count.
+
+    Example:
+        >>> episode = Episode(
+        ...     observation=np.zeros((4, 2)), action=np.zeros(3), reward=np.ones(3), end="terminated"
+        ... )
+        >>> len(episode)
+        3
+    """
+
+    observation: Values
+    action: Values
+    reward: Array | None = None
+    end: End
+    info: Mapping[str, Values] = field(default_factory=dict)
+    fields: Mapping[str | Key, Array] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        first = next(iter(_leaves(("action",), self.action)), None)
+        return 0 if first is None else len(first[1])
+
+    def columns(self) -> dict[Key, Array]:
+        """Return the rows in TorchRL's layout (TED), by key.
+
+        Root: the state before each step, the action, `fields`. Under "next": the state after it, `reward`
+        `(T, 1)` float32 (floats of other sizes keep theirs), and `done`, `terminated`, `truncated` `(T, 1)`
+        bool. The flags at the root are False, as in every state that is followed by a step.
+
+        Raises:
+            SchemaError: Numbers of rows differ, or two values have one key.
+        """
+        count = len(self)
+        if self.end not in _ENDS:
+            raise SchemaError(f"end={self.end!r} is not one of {', '.join(_ENDS)}")
+        if not count:
+            raise SchemaError("the episode has no steps")
+        columns: dict[Key, Array] = {}
+
+        def put(key: Key, values: Array) -> None:
+            if key in columns:
+                raise SchemaError(f"two values are stored as {key_name(key)!r}")
+            columns[key] = values
+
+        states = [*_leaves(("observation",), self.observation), *_leaves(("info",), self.info)]
+        for key, values in states:
+            if len(values) not in (count, count + 1):
+                raise SchemaError(
+                    f"{key_name(key)!r} has {len(values)} rows for {count} steps; "
+                    f"{count} or {count + 1} are expected"
+                )
+            if len(values) == count:
+                if self.end == "open":
+                    raise SchemaError(
+                        f"a piece that is continued needs {count + 1} rows of {key_name(key)!r}"
+                    )
+                values = np.concatenate([values, np.zeros_like(values[:1])])
+            put(key, values[:-1])
+            put(("next", *key), values[1:])
+        steps = [*_leaves(("action",), self.action)]
+        steps += [(to_key(name), np.asarray(values)) for name, values in self.fields.items()]
+        if self.reward is not None:
+            steps.append((("next", "reward"), _reward(self.reward)))
+        for key, values in steps:
+            if len(values) != count:
+                raise SchemaError(f"{key_name(key)!r} has {len(values)} rows for {count} steps")
+            put(key, values)
+        for name in ("done", "terminated", "truncated"):
+            flags = np.zeros((count, 1), bool)
+            put((name,), flags)
+            flags = flags.copy()
+            flags[-1] = self.end == name or (name == "done" and self.end in ("terminated", "truncated"))
+            put(("next", name), flags)
+        return columns
+
+
+def _leaves(key: Key, values: Values) -> Iterator[tuple[Key, Array]]:
+    if isinstance(values, Mapping):
+        for name, below in values.items():
+            yield from _leaves((*key, str(name)), below)
+    else:
+        found = np.asarray(values)
+        if not found.ndim:
+            raise SchemaError(f"{key_name(key)!r} is a single value; one row per step is expected")
+        yield key, found
+
+
+def _reward(values: Array) -> Array:
+    found = np.asarray(values)
+    found = found if found.dtype.kind == "f" else found.astype(np.float32)
+    return found.reshape(len(found), -1) if found.ndim == 1 else found
+
+
+class Reader(ABC):
+    """Read one format of recorded experience, episode by episode.
+
+    `import_dataset` does the rest: it writes the rows, resumes an import that was interrupted, and records
+    which files the store was made of. A reader keeps no more than a few MB of rows in memory at a time.
+
+    Example:
+        >>> class Csv(Reader):
+        ...     format = "csv"
+        ...
+        ...     def __init__(self, folder: Path) -> None:
+        ...         self.folder = folder
+        ...
+        ...     def parts(self) -> list[Part]:
+        ...         return [Part(name=one.name, files=[one]) for one in sorted(self.folder.glob("*.csv"))]
+        ...
+        ...     def episodes(self, part: Part) -> Iterator[Episode]:
+        ...         rows = np.loadtxt(part.files[0], delimiter=",", ndmin=2)
+        ...         yield Episode(observation=rows[:, :-2], action=rows[:, -2], reward=rows[:, -1], end="cut")
+    """
+
+    #: Name of the format.
+    format: ClassVar[str]
+
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """Return the parts, in the order of their rows.
+
+        Raises:
+            NotFoundError: A file is missing.
+            SchemaError: The source does not have this format.
+        """
+
+    @abstractmethod
+    def episodes(self, part: Part) -> Iterator[Episode]:
+        """Yield the episodes of a part, the same ones in every run."""
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the options that determine the rows, as JSON can hold them: two imports with equal files
+        and options are equal.
+        """
+        return {}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return facts about the data set, as JSON can hold them. The store keeps them in `rb.meta`."""
+        return {}
+
+    def count_rows(self, part: Part) -> int | None:
+        """Return how many rows a part has, for the progress bar; None if only reading it tells."""
+        return None

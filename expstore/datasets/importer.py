@@ -1,0 +1,326 @@
+"""Import a data set: the episodes of a `Reader` become the rows of a new store.
+
+Used by the data set classes, by the command line and by programs with a reader of their own. It knows no
+format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from expstore._open import open as open_store
+from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.values import Array, Key, key_name
+from expstore.datasets.episode import Episode, Part, Reader
+from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.exchange.base import Imported, Progress, names_of, no_progress, open_to_read
+from expstore.storages.format.manifest import MANIFEST, check_target
+
+__all__ = ["import_dataset"]
+
+#: Rows are written in batches of about so many bytes.
+_BATCH_BYTES = 16 << 20
+_BATCH_ROWS = 16_384
+_READ_BYTES = 1 << 20
+#: So many pieces of episodes are read ahead.
+_READ_AHEAD = 4
+
+_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zlib.error)
+
+
+def import_dataset(
+    reader: Reader,
+    target: str | Path,
+    *,
+    progress: Progress = no_progress,
+    fields: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Imported:
+    """Make a store of the episodes that a reader yields.
+
+    The rows have TorchRL's layout (see `Episode.columns`). Every part of the source is written under a
+    source of its own, named by the part and the SHA-256 of its files; `rb.meta["import"]` says which files
+    and options the store was made of. If the target was made of the same files and options already, nothing
+    is done.
+
+    Processes, crashes: the store is made in a hidden folder beside the target, `.NAME.import`, and renamed
+    when it is complete. After a crash or an error the folder stays, and the next import of the same files
+    continues there; an import of other files begins anew. Two imports to one target exclude each other.
+
+    Args:
+        reader: Reads the source.
+        target: Folder of the store.
+        progress: Called with the rows done and the rows in all, 0 if that is unknown.
+        fields: How fields are kept on disk, as in `expstore.open`.
+
+    Raises:
+        StateError: The target exists and was not made of these files.
+        NotFoundError: A file of the source is missing, or the target's folder.
+        SchemaError: Episodes do not fit together; the message names part and episode.
+        StorageError: A file cannot be read, or the disk failed.
+        LockedError: Another process imports to the target.
+
+    Example:
+        >>> import_dataset(D4RLReader("hopper_medium-v2.hdf5"), "hopper.exp").rows
+        999906
+    """
+    path = local_path(target)
+    disk = Disk()
+    parts = list(reader.parts())
+    hashes = [_hash_part(part) for part in parts]
+    made_of = _provenance(reader, parts, hashes)
+    if disk.exists(path / MANIFEST):
+        return _imported_before(path, made_of)
+    check_target(disk, path)
+    building = path.resolve().with_name(f".{path.name}.import")
+    rb = _open_building(building, made_of, fields)
+    try:
+        total = _total(reader, parts)
+        done = 0
+        sources = [f"{part.name}@{digest[:16]}" for part, digest in zip(parts, hashes, strict=True)]
+        stored = _stored_rows(rb)
+        for place, (part, source) in enumerate(zip(parts, sources, strict=True)):
+            if any(stored.get(later) for later in sources[place + 1 :]):
+                done += stored.get(source, 0)  # complete: parts are written in order
+                continue
+            done = _import_part(rb, reader, part, source, stored.get(source, 0), done, total, progress)
+        if not len(rb):
+            raise SchemaError("the source has no rows")
+        result = _describe(rb, path)
+    finally:
+        rb.close()
+    _rename(disk, building, path)
+    return result
+
+
+# -- which files -----------------------------------------------------------------------------------------
+
+
+def _hash_part(part: Part) -> str:
+    """Return the SHA-256 of a part: that of its only file, or of its files' digests."""
+    digests = [_hash_file(Path(file)) for file in part.files]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open_to_read(path) as file:
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
+    except OSError as exc:
+        raise StorageError(f"cannot read {path}: {exc}") from exc
+    return digest.hexdigest()
+
+
+def _provenance(reader: Reader, parts: Sequence[Part], hashes: Sequence[str]) -> dict[str, Any]:
+    names = [part.name for part in parts]
+    if len(set(names)) != len(names):
+        raise SchemaError("two parts of the source have one name", hint="give every `Part` its own name")
+    described = [
+        {"name": name, "sha256": digest, "bytes": sum(ReadingDisk().size(Path(file)) for file in part.files)}
+        for name, digest, part in zip(names, hashes, parts, strict=True)
+    ]
+    found: dict[str, Any] = json.loads(
+        json.dumps({"format": reader.format, "options": dict(reader.options()), "parts": described})
+    )
+    return {"import": found, **json.loads(json.dumps(dict(reader.facts())))}
+
+
+def _imported_before(path: Path, made_of: Mapping[str, Any]) -> Imported:
+    """Return what a store holds that was made of the same files.
+
+    Raises:
+        StateError: It was made of other files.
+    """
+    with open_store(path, mode="r") as rb:
+        if rb.meta.get("import") != made_of["import"]:
+            raise StateError(
+                f"{path} exists and was not imported from these files",
+                hint="choose another path, or remove it first",
+            )
+        return _describe(rb, path)
+
+
+# -- the store that is made ------------------------------------------------------------------------------
+
+
+def _open_building(
+    path: Path, made_of: Mapping[str, Any], fields: Mapping[str, Mapping[str, Any]] | None
+) -> TensorDictReplayBuffer:
+    """Open the store that an interrupted import of the same files left, or make a new one."""
+    disk = Disk()
+    if disk.exists(path / MANIFEST):
+        rb = open_store(path, mode="a")
+        if rb.meta == made_of:
+            return rb
+        rb.close()
+    if disk.exists(path):
+        disk.remove_tree(path)
+    return open_store(path, mode="x", meta=dict(made_of), fields=fields)
+
+
+def _stored_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
+    """Return how many rows each source has written."""
+    return dict(rb.sql("SELECT source, CAST(sum(length) AS BIGINT) FROM episodes GROUP BY source").fetchall())
+
+
+def _describe(rb: TensorDictReplayBuffer, path: Path) -> Imported:
+    rows, episodes = rb.sql("SELECT CAST(sum(length) AS BIGINT), count(*) FROM episodes").fetchall()[0]
+    schema = rb.storage.require_schema()
+    return Imported(path=path, rows=rows, kept=len(rb), episodes=episodes, fields=names_of(schema.keys))
+
+
+def _rename(disk: Disk, building: Path, path: Path) -> None:
+    check_target(disk, path)
+    disk.rename(building, path)
+    disk.sync_dir(path.resolve().parent)
+
+
+# -- rows ------------------------------------------------------------------------------------------------
+
+
+def _total(reader: Reader, parts: Sequence[Part]) -> int:
+    counts = [reader.count_rows(part) for part in parts]
+    return 0 if None in counts else sum(count or 0 for count in counts)
+
+
+def _import_part(
+    rb: TensorDictReplayBuffer,
+    reader: Reader,
+    part: Part,
+    source: str,
+    stored: int,
+    done: int,
+    total: int,
+    progress: Progress,
+) -> int:
+    """Write the rows of a part that the store lacks; return how many rows are done then."""
+    batch = _Batch(rb, source)
+    seen, is_open = 0, False
+    facts: list[Mapping[str, Any]] = []
+    for number, episode in enumerate(_read(reader, part)):
+        columns = _columns(part, number, episode)
+        if not is_open:
+            facts.append(episode.facts)
+        count = len(episode)
+        skip = min(count, max(0, stored - seen))
+        if skip < count:
+            if seen < stored or (seen == stored > 0 and is_open):
+                # The last row that is stored is of this episode.
+                rb.episodes.resume(source, check=False)
+            batch.add({key: values[skip:] for key, values in columns.items()}, count - skip)
+            if episode.end == "cut":
+                batch.write()
+                rb.episodes.end(source)
+        seen += count
+        is_open = episode.end == "open"
+        progress(done + seen, total)
+    batch.write()
+    if seen < stored:
+        raise StateError(f"{part.name} has {seen} rows; an earlier import wrote {stored} of it")
+    if is_open:
+        rb.episodes.end(source)
+    _annotate(rb, source, facts)
+    rb.flush()
+    return done + seen
+
+
+def _read(reader: Reader, part: Part) -> Iterator[Episode]:
+    """Yield the episodes of a part; errors name the part and the episode."""
+    number = 0
+    try:
+        for episode in _read_ahead(reader.episodes(part)):
+            yield episode
+            number += 1
+    except ExpStoreError as exc:
+        raise type(exc)(f"{part.name}, episode {number}: {exc}") from exc
+    except _UNREADABLE as exc:
+        raise StorageError(f"cannot read episode {number} of {part.name}: {exc!r}") from exc
+
+
+def _read_ahead(episodes: Iterator[Episode]) -> Iterator[Episode]:
+    """Yield episodes that a thread reads ahead: decompression and writing take one core each."""
+    pool = ThreadPoolExecutor(1, "expstore-reader")
+    try:
+        pending = deque(pool.submit(next, episodes, None) for _ in range(_READ_AHEAD))
+        while (episode := pending.popleft().result()) is not None:
+            pending.append(pool.submit(next, episodes, None))
+            yield episode
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _columns(part: Part, number: int, episode: Episode) -> dict[Key, Array]:
+    try:
+        return episode.columns()
+    except SchemaError as exc:
+        raise SchemaError(f"{part.name}, episode {number}: {exc}") from exc
+
+
+def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[str, Any]]) -> None:
+    """Note the facts about the episodes of a source, which are in the reader's order."""
+    if not any(facts):
+        return
+    found = rb.sql(
+        "SELECT episode_id FROM episodes WHERE source = ? ORDER BY episode_id", [source]
+    ).fetchall()
+    for (episode,), said in zip(found, facts, strict=True):
+        if said:
+            rb.annotate(episode, **said)
+
+
+class _Batch:
+    """Collect rows and write them to a source in large batches."""
+
+    def __init__(self, rb: TensorDictReplayBuffer, source: str) -> None:
+        self._rb, self._source = rb, source
+        self._pieces: list[dict[Key, Array]] = []
+        self._rows = self._bytes = 0
+
+    def add(self, columns: dict[Key, Array], count: int) -> None:
+        """Add rows; write them once there are enough."""
+        row_bytes = max(1, sum(values.nbytes for values in columns.values()) // count)
+        most = max(1, min(_BATCH_ROWS, _BATCH_BYTES // row_bytes))
+        for start in range(0, count, most):
+            piece = {key: values[start : start + most] for key, values in columns.items()}
+            self._pieces.append(piece)
+            self._rows += min(most, count - start)
+            self._bytes += row_bytes * min(most, count - start)
+            if self._rows >= most or self._bytes >= _BATCH_BYTES:
+                self.write()
+
+    def write(self) -> None:
+        """Write what was added."""
+        if not self._pieces:
+            return
+        pieces, self._pieces = self._pieces, []
+        rows, self._rows, self._bytes = self._rows, 0, 0
+        first = pieces[0]
+        for piece in pieces[1:]:
+            if piece.keys() != first.keys():
+                differing = sorted(map(key_name, piece.keys() ^ first.keys()))
+                raise SchemaError(f"some episodes have {', '.join(differing)}, others do not")
+        columns = {key: torch.from_numpy(_joined([piece[key] for piece in pieces], key)) for key in first}
+        self._rb.extend(TensorDict(columns, [rows]), source=self._source)
+
+
+def _joined(pieces: Sequence[Array], key: Key) -> Array:
+    try:
+        found = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    except ValueError as exc:
+        shapes = sorted({str(list(piece.shape[1:])) for piece in pieces})
+        raise SchemaError(f"{key_name(key)!r} has rows of the shapes {', '.join(shapes)}") from exc
+    return found if found.flags.writeable else found.copy()

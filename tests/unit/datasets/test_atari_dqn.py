@@ -1,0 +1,150 @@
+"""The Atari DQN reader restores what was played, in its order, and joins no two episodes."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import expstore
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.cli.app import run
+from expstore.datasets import AtariDQNReader, Episode, import_dataset
+from tests.support.atari_files import LoggedRing, Step, play
+
+
+def read(folder: Path) -> list[Episode]:
+    reader = AtariDQNReader(folder)
+    return [episode for part in reader.parts() for episode in reader.episodes(part)]
+
+
+def steps_of(pieces: list[Episode]) -> list[Step]:
+    """Return the steps that pieces have, and check that open ones are continued."""
+    found: list[Step] = []
+    for number, piece in enumerate(pieces):
+        count = len(piece)
+        for row in range(count):
+            done = piece.end == "terminated" and row == count - 1
+            found.append(
+                Step(piece.observation[row], int(piece.action[row]), float(piece.reward[row]), done)  # type: ignore[index]
+            )
+        if piece.end == "open":
+            np.testing.assert_array_equal(piece.observation[count], pieces[number + 1].observation[0])
+        else:
+            assert len(piece.observation) == count
+    return found
+
+
+def same(one: Step, other: Step) -> bool:
+    facts = [(step.observation[0, 0], step.action, step.reward, step.terminal) for step in (one, other)]
+    return facts[0] == facts[1]
+
+
+@pytest.mark.parametrize("first", range(0, 300, 30))
+def test_all_that_was_played_comes_in_its_order(tmp_path: Path, first: int) -> None:
+    whole = 0
+    for seed in range(first, first + 30):
+        ring = LoggedRing(tmp_path / str(seed), shape=(4, 4))
+        played = play(ring, 230, seed)
+        ring.finish()
+        pieces = read(ring.folder)
+        found = steps_of(pieces)
+        if not ring.lost_rounds:
+            whole += 1
+            assert len(found) == len(played)
+            assert all(map(same, found, played))
+        # Where rows are missing, no step is followed by a step that did not follow it.
+        at = 0
+        for piece in pieces:
+            values = piece.observation[:, 0, 0].astype(int)
+            assert ((np.diff(values) == 1) | (np.diff(values) == -249)).all()
+            at += len(piece)
+        assert at == len(found)
+    assert whole
+
+
+def test_a_store_of_two_checkpoints(tmp_path: Path) -> None:
+    ring = LoggedRing(tmp_path / "Pong" / "1" / "replay_logs")
+    played = play(ring, 100, 0)
+    assert not ring.lost_rounds
+    ring.finish()
+    done = import_dataset(AtariDQNReader(tmp_path / "Pong" / "1"), tmp_path / "pong.exp")
+    assert done.rows == len(played)
+    with expstore.open(tmp_path / "pong.exp", mode="r") as rb:
+        rows = rb[:]
+        frames = np.stack([step.observation for step in played])
+        ends = np.array([step.terminal for step in played])
+        np.testing.assert_array_equal(rows["observation"].numpy(), frames)
+        np.testing.assert_array_equal(rows["next", "done"].numpy()[:, 0], ends)
+        after = np.where(ends[:, None, None], 0, np.roll(frames, -1, 0))
+        complete = slice(0, len(played) - 1)
+        np.testing.assert_array_equal(rows["next", "observation"].numpy()[complete], after[complete])
+        assert not rows["done"].any()
+        assert not rows["next", "truncated"].any()
+        lengths = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+        ended = np.flatnonzero(ends) + 1
+        assert [length for length, status in lengths if status == "terminated"] == np.diff(
+            ended, prepend=0
+        ).tolist()
+        assert rb.meta["atari"]["0"] == {"add_count": 49, "invalid_range": [48, 49, 0, 1, 2]}
+        assert rb.meta["import"]["parts"][0]["name"] == "Pong/1"
+
+
+def test_only_the_first_checkpoints(tmp_path: Path) -> None:
+    ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
+    play(ring, 200, 3)
+    reader = AtariDQNReader(ring.folder, runs=1)
+    (part,) = reader.parts()
+    assert len(part.files) == 6
+    assert sum(len(one) for one in reader.episodes(part)) < 50
+
+
+def test_what_is_no_such_folder(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no folder"):
+        AtariDQNReader(tmp_path / "none")
+    with pytest.raises(NotFoundError, match="no checkpoint"):
+        AtariDQNReader(tmp_path)
+    ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
+    play(ring, 60, 0)
+    with pytest.raises(SchemaError, match="runs=0"):
+        AtariDQNReader(ring.folder, runs=0)
+    (ring.folder / "$store$_action_ckpt.0.gz").unlink()
+    with pytest.raises(SchemaError, match=r"checkpoint 0 .* has no \$store\$_action"):
+        AtariDQNReader(ring.folder)
+
+
+def write(path: Path, array: np.ndarray) -> None:  # type: ignore[type-arg]
+    with gzip.open(path, "wb") as stream:
+        np.save(stream, array, allow_pickle=True)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
+    play(ring, 60, 0)
+    path = ring.folder / "$store$_observation_ckpt.0.gz"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(StorageError, match=r"cannot read episode 0 of .*logs"):
+        import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
+    write(path, np.zeros((50, 4), np.uint8))
+    with pytest.raises(SchemaError, match=r"observation of checkpoint 0 has shape \[50, 4\]"):
+        import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
+    write(path, np.zeros((49, 4, 4), np.uint8))
+    with pytest.raises(SchemaError, match="differ in length"):
+        import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
+    write(path, np.array([{}], object))
+    with pytest.raises(SchemaError, match="array of object"):
+        import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
+    assert not (tmp_path / "a.exp").exists()
+    path.write_bytes(data)
+    assert import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp").rows
+
+
+def test_the_command_line_recognises_a_run(tmp_path: Path) -> None:
+    ring = LoggedRing(tmp_path / "Pong" / "1" / "replay_logs", shape=(4, 4))
+    play(ring, 100, 0)
+    assert run(["import", str(tmp_path / "Pong" / "1"), str(tmp_path / "a.exp")]) == 0
+    assert run(["import", str(ring.folder), str(tmp_path / "b.exp")]) == 0
+    assert run(["info", str(tmp_path / "a.exp"), str(tmp_path / "b.exp")]) == 0
