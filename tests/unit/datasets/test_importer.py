@@ -13,6 +13,7 @@ import pytest
 
 import expstore
 from expstore import LockedError, NotFoundError, SchemaError, StateError, StorageError
+from expstore.buffers.episodes import Episodes
 from expstore.datasets import Episode, Part, Reader, import_dataset
 from expstore.maintenance import verify
 
@@ -22,8 +23,10 @@ class NpzReader(Reader):
 
     format: ClassVar[str] = "serials"
 
-    def __init__(self, folder: Path, change: Callable[[int], None] = lambda step: None) -> None:
-        self.folder, self.change = folder, change
+    def __init__(
+        self, folder: Path, change: Callable[[int], None] = lambda step: None, named: str = "number"
+    ) -> None:
+        self.folder, self.change, self.named = folder, change, named
 
     def parts(self) -> list[Part]:
         return [Part(name=one.stem, files=[one]) for one in sorted(self.folder.glob("*.npz"))]
@@ -54,7 +57,7 @@ class NpzReader(Reader):
                     reward=np.ones(stop - start, np.float32),
                     end=kind,  # type: ignore[arg-type]
                     info={"step": states},
-                    fields={"episode": np.full(stop - start, number)},
+                    fields={self.named: np.full(stop - start, number)},
                     facts={"seed": number} if number % 2 else {},
                 )
             at = last
@@ -65,7 +68,7 @@ def make_source(folder: Path, seed: int = 0, parts: int = 3, episodes: int = 12)
     folder.mkdir()
     for part in range(parts):
         lengths = random.integers(1, 30, episodes)
-        starts = 1000 * part + np.cumsum(lengths + 1)
+        starts = 1000 * part + np.cumsum(lengths) - lengths  # all states join: only the reader knows the ends
         x = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
         ends = "".join(random.choice(list("tTc"), episodes))
         np.savez(folder / f"part{part}.npz", x=x, lengths=lengths, ends=ends)
@@ -142,7 +145,7 @@ def test_a_second_import_does_nothing_and_other_files_are_refused(tmp_path: Path
         import_dataset(NpzReader(source), tmp_path / "none" / "b.exp")
 
 
-def kill_import(source: Path, target: Path, calls: int) -> bool:
+def kill_import(source: Path, target: Path, calls: int, named: str = "number") -> bool:
     """Import in a child that is killed when the reader begins its n-th episode; say whether it ended."""
     child = os.fork()
     if not child:
@@ -155,7 +158,7 @@ def kill_import(source: Path, target: Path, calls: int) -> bool:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            import_dataset(NpzReader(source, count), target)
+            import_dataset(NpzReader(source, count, named), target)
             os._exit(0)
         finally:
             os._exit(1)
@@ -164,27 +167,40 @@ def kill_import(source: Path, target: Path, calls: int) -> bool:
     return status == 0
 
 
+@pytest.mark.parametrize("named", ["number", "episode"])  # "episode" is a trajectory id
 def test_killed_ten_times_it_equals_an_uninterrupted_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr("expstore.datasets.importer._BATCH_ROWS", 5)  # a batch ends within episodes
     source = make_source(tmp_path / "raw")
-    import_dataset(NpzReader(source), tmp_path / "whole.exp")
+    import_dataset(NpzReader(source, named=named), tmp_path / "whole.exp")
     random = np.random.default_rng(5)
     kills = 0
     target = tmp_path / "killed.exp"
-    while not kill_import(source, target, int(random.integers(6, 16))):
+    while not kill_import(source, target, int(random.integers(6, 16)), named):
         kills += 1
         assert not target.exists()
         assert kills < 100
         if kills >= 10:
-            import_dataset(NpzReader(source), target)
+            import_dataset(NpzReader(source, named=named), target)
             break
     assert kills >= 5
     whole, killed = picture(tmp_path / "whole.exp"), picture(target)
     assert killed[1:] == whole[1:]
     assert killed[0] == whole[0]
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_killed_between_the_rows_of_an_episode_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_source(tmp_path / "raw")
+    import_dataset(NpzReader(source), tmp_path / "whole.exp")
+    with monkeypatch.context() as patch:
+        patch.setattr(Episodes, "end", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        assert not kill_import(source, tmp_path / "killed.exp", 1000)
+    import_dataset(NpzReader(source), tmp_path / "killed.exp")
+    assert picture(tmp_path / "killed.exp") == picture(tmp_path / "whole.exp")
 
 
 def test_another_source_begins_anew(tmp_path: Path) -> None:
