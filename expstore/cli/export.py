@@ -214,8 +214,12 @@ def _import_data_set(form: str, source: Path, store: Path) -> Imported:
     from expstore.datasets import import_dataset
     from expstore.datasets.formats import make_reader
 
-    with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
-        return import_dataset(make_reader(form, source), store, progress=progress)
+    try:
+        with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
+            return import_dataset(make_reader(form, source), store, progress=progress)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command continues the import", err=True)
+        raise
 
 
 def _tell_imported(done: Imported) -> None:

@@ -212,13 +212,21 @@ def show_progress(
         DownloadColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:,.0f} {unit}/s")
 
     console = Console(stderr=True)
     much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    columns = (TextColumn(what), BarColumn(), much, TimeRemainingColumn())
+    rate = (Rate(),) if unit == "rows" else ()
+    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,6 +98,12 @@ class AtariDQNReader(Reader):
         """Return `add_count` and `invalid_range` of the checkpoints, as TorchRL's samples have them."""
         counts = {str(number): self._read_count(number) for number in self._found}
         return {"atari": {number: {"add_count": a, "invalid_range": i} for number, (a, i) in counts.items()}}
+
+    def count_rows(self, part: Part) -> int:
+        """Return how many rows were written to the ring, the padding included."""
+        counts = [self._read_count(number)[0] for number in self._found]
+        # The dump at the end of a run counts from 0.
+        return sum(b - a if b > a else b for a, b in pairwise([0, *counts]))
 
     def episodes(self, part: Part) -> Iterator[Episode]:
         """Yield the episodes in pieces of at most 8 MB."""

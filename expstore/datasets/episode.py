@@ -202,5 +202,5 @@ class Reader(ABC):
         return {}
 
     def count_rows(self, part: Part) -> int | None:
-        """Return how many rows a part has, for the progress bar; None if only reading it tells."""
+        """Return how many rows a part has, for the progress bar; an estimate will do. None: unknown."""
         return None

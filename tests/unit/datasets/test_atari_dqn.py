@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -94,11 +96,13 @@ def test_a_store_of_two_checkpoints(tmp_path: Path) -> None:
 
 def test_only_the_first_checkpoints(tmp_path: Path) -> None:
     ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
-    play(ring, 200, 3)
+    play(ring, 100, 0)
     reader = AtariDQNReader(ring.folder, runs=1)
     (part,) = reader.parts()
     assert len(part.files) == 6
     assert sum(len(one) for one in reader.episodes(part)) < 50
+    assert reader.count_rows(part) == 49
+    assert AtariDQNReader(ring.folder).count_rows(part) == 99
 
 
 def test_what_is_no_such_folder(tmp_path: Path) -> None:
@@ -148,3 +152,35 @@ def test_the_command_line_recognises_a_run(tmp_path: Path) -> None:
     assert run(["import", str(tmp_path / "Pong" / "1"), str(tmp_path / "a.exp")]) == 0
     assert run(["import", str(ring.folder), str(tmp_path / "b.exp")]) == 0
     assert run(["info", str(tmp_path / "a.exp"), str(tmp_path / "b.exp")]) == 0
+
+
+INTERRUPTED = """
+import os, signal, sys
+from expstore.cli import app
+from expstore.datasets import importer
+
+importer._BATCH_ROWS = 16
+write = importer._Batch.write
+
+def interrupted(batch):
+    write(batch)
+    os.kill(os.getpid(), signal.SIGINT)
+
+importer._Batch.write = interrupted
+app.main()
+"""
+
+
+def test_ctrl_c_leaves_an_import_that_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ring = LoggedRing(tmp_path / "Pong" / "1", shape=(4, 4))
+    play(ring, 100, 0)
+    command = ["import", str(ring.folder), str(tmp_path / "a.exp")]
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, *command], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert "stopped; the same command continues the import" in ended.stderr
+    assert not (tmp_path / "a.exp").exists()
+    with expstore.open(tmp_path / ".a.exp.import", mode="r") as rb:
+        assert 0 < len(rb) < 100
+    assert run(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Pong", "a.exp"]
+    capsys.readouterr()
