@@ -32,8 +32,8 @@ EXPORT_NOTES = "\n\n".join(
 )
 IMPORT_NOTES = (
     "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt begins "
-    "anew; of data sets (atari-dqn, d4rl) it leaves a hidden folder, .STORE.import, from which the next "
-    "attempt continues. Ids begin at 1. Nothing is ever unpickled."
+    "anew; of data sets (atari-dqn, d4rl, roboset) it leaves a hidden folder, .STORE.import, from which the "
+    "next attempt continues. Ids begin at 1. Nothing is ever unpickled."
 )
 
 
@@ -158,7 +158,8 @@ def import_(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="arrow, atari-dqn, d4rl, hdf5, minari, npz, parquet. Default: recognised from SOURCE.",
+            help="arrow, atari-dqn, d4rl, hdf5, minari, npz, parquet, roboset. Default: recognised from "
+            "SOURCE.",
         ),
     ] = None,
     names: Annotated[

@@ -14,7 +14,7 @@ from expstore.disk.files import ReadingDisk
 
 __all__ = ["DATASETS", "is_atari_dqn", "make_reader"]
 
-_READERS = {"atari-dqn": "AtariDQNReader", "d4rl": "D4RLReader"}
+_READERS = {"atari-dqn": "AtariDQNReader", "d4rl": "D4RLReader", "roboset": "RobosetReader"}
 
 #: Names of the formats.
 DATASETS = tuple(_READERS)

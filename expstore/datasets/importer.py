@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def import_dataset(
     """
     path = local_path(target)
     disk = Disk()
-    parts = list(reader.parts())
+    with _reading("the source"):
+        parts = list(reader.parts())
     hashes = [_hash_part(part) for part in parts]
     made_of = _provenance(reader, parts, hashes)
     if disk.exists(path / MANIFEST):
@@ -133,10 +135,10 @@ def _provenance(reader: Reader, parts: Sequence[Part], hashes: Sequence[str]) ->
         {"name": name, "sha256": digest, "bytes": sum(ReadingDisk().size(Path(file)) for file in part.files)}
         for name, digest, part in zip(names, hashes, parts, strict=True)
     ]
-    found: dict[str, Any] = json.loads(
-        json.dumps({"format": reader.format, "options": dict(reader.options()), "parts": described})
-    )
-    return {"import": found, **json.loads(json.dumps(dict(reader.facts())))}
+    with _reading("the source"):
+        made_of = {"format": reader.format, "options": dict(reader.options()), "parts": described}
+        found: dict[str, Any] = json.loads(json.dumps({"import": made_of, **reader.facts()}))
+    return found
 
 
 def _imported_before(path: Path, made_of: Mapping[str, Any]) -> Imported:
@@ -193,7 +195,10 @@ def _rename(disk: Disk, building: Path, path: Path) -> None:
 
 
 def _total(reader: Reader, parts: Sequence[Part]) -> int:
-    counts = [reader.count_rows(part) for part in parts]
+    counts = []
+    for part in parts:
+        with _reading(part.name):
+            counts.append(reader.count_rows(part))
     return 0 if None in counts else sum(count or 0 for count in counts)
 
 
@@ -241,14 +246,25 @@ def _import_part(
 def _read(reader: Reader, part: Part) -> Iterator[Episode]:
     """Yield the episodes of a part; errors name the part and the episode."""
     number = 0
+    episodes = _read_ahead(reader.episodes(part))
+    while True:
+        with _reading(f"{part.name}, episode {number}"):
+            episode = next(episodes, None)
+        if episode is None:
+            return
+        yield episode
+        number += 1
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Make what a reader raises an error of expstore that names what was read."""
     try:
-        for episode in _read_ahead(reader.episodes(part)):
-            yield episode
-            number += 1
+        yield
     except ExpStoreError as exc:
-        raise type(exc)(f"{part.name}, episode {number}: {exc}") from exc
+        raise type(exc)(f"{what}: {exc}") from exc
     except _UNREADABLE as exc:
-        raise StorageError(f"cannot read episode {number} of {part.name}: {exc!r}") from exc
+        raise StorageError(f"cannot read {what}: {exc!r}") from exc
 
 
 def _read_ahead(episodes: Iterator[Episode]) -> Iterator[Episode]:

@@ -130,7 +130,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = ring.folder / "$store$_observation_ckpt.0.gz"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(StorageError, match=r"cannot read episode 0 of .*logs"):
+    with pytest.raises(StorageError, match=r"cannot read .*logs, episode 0: EOFError"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.zeros((50, 4), np.uint8))
     with pytest.raises(SchemaError, match=r"observation of checkpoint 0 has shape \[50, 4\]"):

@@ -282,7 +282,7 @@ def test_episodes_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], messa
 def test_what_a_reader_raises_names_part_and_episode(tmp_path: Path) -> None:
     file = tmp_path / "raw"
     file.write_text("")
-    with pytest.raises(StorageError, match=r"cannot read episode 1 of part: EOFError\('short'\)"):
+    with pytest.raises(StorageError, match=r"cannot read part, episode 1: EOFError\('short'\)"):
         import_dataset(Given(file, episode(), EOFError("short")), tmp_path / "a.exp")
     with pytest.raises(SchemaError, match="the source has no rows"):
         import_dataset(Given(file), tmp_path / "b.exp")
