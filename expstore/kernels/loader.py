@@ -26,8 +26,8 @@ os.register_at_fork(
 )
 
 
-def load_in_background(load: Callable[[], object]) -> None:
-    """Call a function that imports compiled loops in a daemon thread.
+def load_in_background(load: Callable[[], object]) -> threading.Thread:
+    """Call a function that imports compiled loops in a daemon thread; return the thread.
 
     An import that fails is reported like any exception of a thread, unless the interpreter is shutting down,
     when no import succeeds.
@@ -40,4 +40,6 @@ def load_in_background(load: Callable[[], object]) -> None:
             if not sys.is_finalizing():
                 raise
 
-    threading.Thread(target=run, name="expstore-warm", daemon=True).start()
+    thread = threading.Thread(target=run, name="expstore-warm", daemon=True)
+    thread.start()
+    return thread

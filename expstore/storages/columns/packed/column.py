@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,8 @@ __all__ = ["Filling", "Frame", "PackedRows", "Source"]
 
 PARTIAL = "partial"
 _NONE = np.empty(0, np.int64)
+#: Chunks that a reader unpacks without the compiled loop before it loads that.
+_WORTH_LOADING = 1024
 
 
 @dataclass
@@ -161,14 +164,18 @@ class PackedRows(Column):
         self._partial = PartialFile(disk, folder / PARTIAL, packing.rows, entry.row_bytes, write=write)
         self._take_rows: Any = None
         self._take_distances: Any = None
+        self._loader: Thread | None = None
+        self._unpacked_slowly = 0
 
     def _new_rows(self) -> Array:
         return np.zeros((self.packing.rows, *self.entry.shape), self.entry.numpy_dtype)
 
     def warm(self) -> None:
         """Load the compiled loop that takes rows, in the background."""
-        if self._take_rows is None:
-            load_in_background(self._load)
+        # In a forked child, the parent's thread is not alive.
+        is_loading = self._loader is not None and self._loader.is_alive()
+        if self._take_rows is None and not is_loading:
+            self._loader = load_in_background(self._load)
 
     def _load(self) -> None:
         with compiling:
@@ -552,6 +559,10 @@ class PackedRows(Column):
     ) -> int:
         scratch = np.empty(self.chunk_bytes, np.uint8)
         if self._take_rows is None:
+            # A reader loads the loop once it is worth the second that this takes; a writer has begun already.
+            self._unpacked_slowly += len(where)
+            if self._unpacked_slowly >= _WORTH_LOADING and self.packing.means.is_blosc:
+                self.warm()
             return self._unpack_slowly(where, sizes, which, inside, goals, out)
         told = where, sizes, which, inside, goals, self.row_bytes, self.chunk_bytes
         return int(self._take_rows(*told, address_of(out), address_of(scratch)))
