@@ -9,24 +9,34 @@ import math
 import operator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from expstore.core.values import Array
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 
 if TYPE_CHECKING:
     import torch
 
+    from expstore.schema.schema import Schema
+    from expstore.storages.base import Rows
+
 __all__ = ["LazyTensorStorage", "TensorStorage"]
 
 
 class TensorStorage(MemoryStorage):
-    """Keep a copy of rows that are there already, and as many later ones.
+    """Keep rows that are there already, and as many later ones.
 
-    Threads: one writes at a time, any number read. Processes: a forked child has its own copy. Crashes:
-    nothing survives the process.
+    Rows of a memory-mapped TensorDict (`td.memmap`, `TensorDict.load_memmap`) are used in place: they may be
+    larger than RAM, and later rows and changes are written to its files. All other rows are copied.
+
+    Threads: one writes at a time, any number read. Processes: a forked child has its own copy, but shares
+    memory-mapped rows. Crashes: nothing survives the process, but for the values in the files of
+    memory-mapped rows.
 
     Args:
         storage: The rows: a TensorDict, a tensorclass, a tensor, or a tree of tensors; its first dim, or its
-            first `ndim` dims, are rows. They are copied: later changes of it do not reach the storage.
+            first `ndim` dims, are rows. Later changes of it reach the storage only if it is memory-mapped.
         max_size: How long the first dim is, if it is to be checked.
         device: Where rows are handed out; they lie in host memory. "auto": there.
         ndim: How many dims are rows, time being the first; see `Storage`.
@@ -42,6 +52,9 @@ class TensorStorage(MemoryStorage):
         >>> storage.get(1)["a"]
         tensor(1)
     """
+
+    #: Whether the rows that are appended now become the columns.
+    _uses_rows = False
 
     def __init__(
         self,
@@ -66,7 +79,28 @@ class TensorStorage(MemoryStorage):
             )
         super().__init__(math.prod(shape), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
-        append(self, storage)
+        self._uses_rows = _is_mapped(storage)
+        try:
+            append(self, storage)
+        finally:
+            self._uses_rows = False
+
+    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
+        """Return the number of spare slots: none beyond rows that are used in place."""
+        return 0 if self._uses_rows else super().spare_for(schema, capacity, lanes)
+
+    def _put(self, rows: Rows, skipped: int) -> int:
+        if not self._uses_rows:
+            return super()._put(rows, skipped)
+        for place, values in enumerate((*rows.columns, *rows.assignment.numbers)):
+            column = self._columns[place]
+            if isinstance(column, np.ndarray) and _can_replace(values, column):
+                self._columns[place] = values
+            elif isinstance(column, np.ndarray):
+                column[:] = values
+            else:
+                column.put(np.arange(rows.count), values)
+        return 0
 
 
 class LazyTensorStorage(TensorStorage):
@@ -113,3 +147,26 @@ class LazyTensorStorage(TensorStorage):
         # Not as rows that are there: these come later.
         MemoryStorage.__init__(self, operator.index(max_size), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)
+
+
+def _is_mapped(storage: Any) -> bool:
+    """Return whether rows are a memory-mapped TensorDict, tensorclass or tensor."""
+    import torch
+    from tensordict import MemoryMappedTensor, is_tensor_collection
+
+    if not is_tensor_collection(storage):
+        return isinstance(storage, MemoryMappedTensor)
+    # Not `is_memmap`: it is False after `load_memmap`.
+    leaves = [one for one in storage.values(True, True) if isinstance(one, torch.Tensor)]
+    return bool(leaves) and all(isinstance(one, MemoryMappedTensor) for one in leaves)
+
+
+def _can_replace(values: Any, column: Array) -> bool:
+    """Return whether an array can be used in the place of a column of as many slots."""
+    return (
+        isinstance(values, np.ndarray)
+        and values.shape == column.shape
+        and values.dtype == column.dtype
+        and values.flags.c_contiguous
+        and values.flags.writeable
+    )
