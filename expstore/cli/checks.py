@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from expstore.cli.exit_codes import DAMAGED, FAILED
-from expstore.cli.output import print_json, show_progress
+from expstore.cli.output import print_json
+from expstore.exchange.progress_bar import show_progress
 
 __all__ = ["repair", "verify"]
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.interrupt import stoppable
-from expstore.cli.output import print_json, show_progress, size_text
-from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL
+from expstore.cli.output import print_json, size_text
+from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, lost_by
+from expstore.exchange.progress_bar import show_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from expstore.exchange import Exported, Imported
 
@@ -32,8 +33,8 @@ EXPORT_NOTES = "\n\n".join(
 )
 IMPORT_NOTES = (
     "The store exists when it is complete, not before. Ctrl-C leaves nothing, and the next attempt begins "
-    "anew; of data sets (atari-dqn, d4rl, roboset) it leaves a hidden folder, .STORE.import, from which the "
-    "next attempt continues. Ids begin at 1. Nothing is ever unpickled."
+    "anew; of data sets (all formats but arrow, npz, parquet and flat hdf5) it leaves a hidden folder, "
+    ".STORE.import, from which the next attempt continues. Ids begin at 1. Nothing is ever unpickled."
 )
 
 
@@ -125,6 +126,7 @@ def export(
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
     more = {} if dataset_id is None else {"dataset_id": dataset_id}
+    _note([f"the export will not contain {lost_by(chosen[0])}"])
     with show_progress("exporting") as show, stoppable(show) as progress:
         done = exporter(chosen[0])(
             store, target, fields=names, episodes=which, version=version, progress=progress, **more
@@ -137,11 +139,10 @@ def export(
 
 
 def _tell(done: Exported) -> None:
-    """Say what was exported, and what is not in it."""
+    """Say what was exported, and which rows are not in it."""
     typer.echo(
         f"{done.path} holds {done.rows:,} rows of {done.episodes:,} episodes, {size_text(done.disk_bytes)}"
     )
-    typer.echo(f"note: not in it are {done.lost}", err=True)
     if done.left_out:
         typer.echo(
             f"note: {done.left_out:,} rows are not in it: others took their places meanwhile; a version "
@@ -158,8 +159,8 @@ def import_(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="arrow, atari-dqn, d4rl, hdf5, minari, npz, parquet, roboset. Default: recognised from "
-            "SOURCE.",
+            help="arrow, atari-dqn, d4rl, gen-dgrl, hdf5, lerobot, minari, npz, openml, openx, parquet, "
+            "rlds, robomimic, roboset, tensordict, vd4rl. Default: recognised from SOURCE, if possible.",
         ),
     ] = None,
     names: Annotated[
@@ -181,18 +182,23 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
-    from expstore.datasets.formats import DATASETS, is_atari_dqn
+    from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format, episodes_format
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
     if form is not None and form not in (*IMPORTS, *DATASETS):
-        choices = ", ".join(sorted((*IMPORTS, *DATASETS)))
+        choices = ", ".join(sorted({*IMPORTS, *DATASETS}))
         raise typer.BadParameter(f"{form!r} is none of {choices}", param_hint="--format")
-    form = form or ("atari-dqn" if is_atari_dqn(source) else format_of(source))
-    if form in DATASETS:
-        for name, value in (("--map", names), ("--capacity", capacity), ("--storage", storage)):
+    asked, form = form, form or data_set_format(source) or format_of(source)
+    grouped = episodes_format(source) if form == "hdf5" else None
+    if grouped is not None:
+        form = asked or grouped
+    if form in DATASETS or grouped is not None:
+        options = {"capacity": capacity} if capacity is not None and form in WITH_CAPACITY else {}
+        refused = {"--map": names, "--capacity": not options and capacity, "--storage": storage}
+        for name, value in refused.items():
             if value:
                 raise typer.BadParameter(f"does not apply to {form}", param_hint=name)
-        done = _import_data_set(form, source, store)
+        done = _import_data_set(form, source, store, options)
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}
         if more and form not in MAPPED:
@@ -200,8 +206,8 @@ def import_(
         if storage is not None:
             more["storage"] = _kind(storage, form, TABLES)
         make = importer(form)
-        with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
-            done = make(source, store, capacity=capacity, progress=progress, **more)
+        with show_progress("importing", "rows") as show, stoppable(show) as progress:
+            done = make(source, store, capacity=capacity, progress=progress, tell=_note, **more)
     if as_json:
         facts = dataclasses.asdict(done) | {"path": str(done.path), "fields": list(done.fields)}
         print_json(facts | {"notes": list(done.notes)})
@@ -210,26 +216,32 @@ def import_(
     return 0
 
 
-def _import_data_set(form: str, source: Path, store: Path) -> Imported:
-    """Import a data set, or continue an import that was interrupted."""
+def _import_data_set(form: str, source: Path, store: Path, options: Mapping[str, Any]) -> Imported:
+    """Import a data set, or continue an import that was interrupted. Say before what is left out."""
     from expstore.datasets import import_dataset
     from expstore.datasets.formats import make_reader
 
+    reader = make_reader(form, source, **options)
+    _note(reader.notes())
     try:
-        with show_progress("importing", unit="rows") as show, stoppable(show) as progress:
-            return import_dataset(make_reader(form, source), store, progress=progress)
+        with show_progress("importing", "rows") as show, stoppable(show) as progress:
+            return import_dataset(reader, store, progress=progress)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command continues the import", err=True)
         raise
 
 
+def _note(notes: Iterable[str]) -> None:
+    """Say what is lost, or changed, before an import or an export starts."""
+    for note in notes:
+        typer.echo(f"note: {note}", err=True)
+
+
 def _tell_imported(done: Imported) -> None:
-    """Say what was imported, and what otherwise than it may seem."""
+    """Say what was imported."""
     typer.echo(f"{done.path} holds {done.kept:,} rows of {done.episodes:,} episodes")
     if done.kept < done.rows:
         typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
-    for note in done.notes:
-        typer.echo(f"note: {note}", err=True)
 
 
 def _kind(storage: str, form: str, forms: Sequence[str]) -> str:

@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -27,7 +27,6 @@ __all__ = [
     "print_rows",
     "print_table",
     "show_notes",
-    "show_progress",
     "size_text",
 ]
 
@@ -199,34 +198,3 @@ def show_notes() -> Iterator[None]:
     finally:
         logger.setLevel(level)
         logger.removeHandler(handler)
-
-
-@contextlib.contextmanager
-def show_progress(
-    what: str, *, unit: Literal["bytes", "rows"] = "bytes"
-) -> Iterator[Callable[[int, int], None]]:
-    """Show how far something is, on a terminal; yield what is to be told how much is done and there is."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-    from rich.text import Text
-
-    class Rate(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            return Text("" if task.speed is None else f"{task.speed:,.0f} {unit}/s")
-
-    console = Console(stderr=True)
-    much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    rate = (Rate(),) if unit == "rows" else ()
-    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expstore.cli.interrupt import stoppable
-from expstore.cli.output import print_json, show_progress
+from expstore.cli.output import print_json
 from expstore.errors import StateError
+from expstore.exchange.progress_bar import show_progress
 
 if TYPE_CHECKING:
     from expstore.maintenance.resize import Resized

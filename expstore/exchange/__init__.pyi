@@ -4,7 +4,6 @@ from expstore.exchange.base import Imported as Imported
 from expstore.exchange.hdf5 import export_hdf5 as export_hdf5
 from expstore.exchange.hdf5 import import_hdf5 as import_hdf5
 from expstore.exchange.minari_export import export_minari as export_minari
-from expstore.exchange.minari_import import import_minari as import_minari
 from expstore.exchange.npz import export_npz as export_npz
 from expstore.exchange.npz import import_npz as import_npz
 from expstore.exchange.parquet_export import export_parquet as export_parquet

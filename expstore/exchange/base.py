@@ -26,6 +26,8 @@ __all__ = [
     "Exported",
     "Imported",
     "Progress",
+    "Tell",
+    "ignore_notes",
     "names_of",
     "no_progress",
     "open_to_read",
@@ -36,8 +38,18 @@ __all__ = [
 
 #: Is told how much is done and how much there is.
 Progress = Callable[[int, int], None]
+#: Called with what is left out or changed, before any row is written.
+Tell = Callable[[Sequence[str]], None]
 
-_PACKAGES = {"h5py": "h5"}
+_PACKAGES = {
+    "PIL.Image": "images",
+    "array_record.python.array_record_module": "rlds",
+    "av": "video",
+    "h5py": "h5",
+    "sklearn.preprocessing": "openml",
+    "pandas": "openml",
+    "scipy.io.arff": "openml",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,10 @@ class Imported:
 
 def no_progress(done: int, total: int) -> None:
     """Be told how far something is; do nothing."""
+
+
+def ignore_notes(notes: Sequence[str]) -> None:
+    """Ignore what is left out or changed."""
 
 
 def piece_rows(row_bytes: int) -> int:

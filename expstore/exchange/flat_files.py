@@ -17,7 +17,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
-from expstore.exchange.base import Imported, Progress, piece_rows
+from expstore.exchange.base import Imported, Progress, Tell, piece_rows
 from expstore.exchange.bfloat16 import narrowed, widened
 from expstore.exchange.export import Tally
 from expstore.exchange.field_names import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
@@ -211,6 +211,7 @@ def fill_flat(
     given: Mapping[str, str],
     capacity: int | None,
     progress: Progress,
+    tell: Tell,
     disk: Disk,
 ) -> Imported:
     """Make a store of a flat file.
@@ -222,6 +223,7 @@ def fill_flat(
     schema = Schema(plan.fields, plan.about.get("form", ""))
     if capacity is None:
         capacity = plan.about.get("capacity")
+    tell(plan.notes)
     wanted = plan.columns if plan.episode is None else [*plan.columns, plan.episode]
     with new_store(disk, target, capacity, settings_of(plan.about)) as filler:
         filler.prepare(schema)

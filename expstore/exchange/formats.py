@@ -17,7 +17,7 @@ __all__ = ["EXPORTS", "IMPORTS", "MAPPED", "TABLES", "exporter", "format_of", "i
 
 #: What can be written, and what can be read.
 EXPORTS = ("arrow", "hdf5", "minari", "npz", "parquet", "zarr")
-IMPORTS = ("arrow", "hdf5", "minari", "npz", "parquet")
+IMPORTS = ("arrow", "hdf5", "npz", "parquet")
 #: Those in which names can be mapped.
 MAPPED = ("hdf5", "npz")
 #: Those that carry rows without a fixed size.

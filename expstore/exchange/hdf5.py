@@ -22,6 +22,8 @@ from expstore.exchange.base import (
     Exported,
     Imported,
     Progress,
+    Tell,
+    ignore_notes,
     no_progress,
     open_to_read,
     required,
@@ -30,7 +32,7 @@ from expstore.exchange.export import exporting
 from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
-__all__ = ["datasets_in", "export_hdf5", "import_hdf5", "reading_hdf5"]
+__all__ = ["datasets_in", "export_hdf5", "find_episodes", "import_hdf5", "reading_hdf5"]
 
 #: Datasets are packed in chunks of about so many bytes.
 CHUNK_BYTES = 256 << 10
@@ -128,6 +130,7 @@ def import_hdf5(
     names: Mapping[str, str] | None = None,
     capacity: int | None = None,
     progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
     """Make a store of an HDF5 file with a row per transition, such as D4RL's; otherwise as `import_npz`.
@@ -142,6 +145,7 @@ def import_hdf5(
             out.
         capacity: Most readable rows; None: unbounded, or as an exported store had it.
         progress: Is told rows done and rows in all.
+        tell: Called with what is left out or changed, before any row is written.
         disk: Where files are touched.
 
     Raises:
@@ -159,6 +163,7 @@ def import_hdf5(
             given=names or {},
             capacity=capacity,
             progress=progress,
+            tell=tell,
             disk=disk or Disk(),
         )
 
@@ -222,11 +227,11 @@ _NUMBERED = re.compile(r"(\D+?)[_-]?\d+")
 _EPISODES = {"trial", "episode", "ep", "demo", "traj", "trajectory", "rollout", "run"}
 
 
-def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
-    """Refuse a file that has a group per episode, at its top or in one group there.
+def find_episodes(file: Any) -> list[str]:
+    """Return the groups of an HDF5 file that are an episode each, at its top or in one group there.
 
-    Raises:
-        SchemaError: It has.
+    Args:
+        file: Of h5py.
     """
     places = [("", file), *((f"{name}/", item) for name, item in file.items() if hasattr(item, "items"))]
     for above, place in places:
@@ -236,14 +241,24 @@ def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
                 found.setdefault(parts[1], []).append(name)
         for word, names in found.items():
             if word.lower() in _EPISODES or (len(names) > 1 and _differ(place, names)):
-                shown = ", ".join(f"{above}{name}" for name in names[:3]) + (", ..." if names[3:] else "")
-                raise SchemaError(
-                    f"{path} has a group per episode ({shown}: {len(names)} of them), and import reads one "
-                    "dataset per field, with the rows of all episodes one behind another",
-                    kind="layout",
-                    hint="join the datasets of these groups into one per field, with 'timeouts' or "
-                    "'terminals' true at each episode's last row, or extend a store episode by episode",
-                )
+                return [above + name for name in names]
+    return []
+
+
+def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
+    """Refuse a file that has a group per episode.
+
+    Raises:
+        SchemaError: It has.
+    """
+    if names := find_episodes(file):
+        shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        raise SchemaError(
+            f"{path} has a group per episode ({shown}: {len(names)} of them), and import_hdf5 reads one "
+            "dataset per field, with the rows of all episodes one behind another",
+            kind="layout",
+            hint="`expstore import` reads it, and import_dataset(Hdf5EpisodesReader(path), target)",
+        )
 
 
 def _differ(place: Any, names: Sequence[str]) -> bool:

@@ -346,5 +346,11 @@ def _metadata(
         "dataset_id": dataset_id,
         "minari_version": VERSION,
         "dataset_size": round(size / 1e6, 1),
-        "expstore": {"format": 1, "fields": fields, "paths": paths, "capacity": rows.storage.capacity},
+        "expstore": {
+            **{name: value for name, value in rows.about().items() if name not in ("meta", "specs")},
+            "format": 1,
+            "fields": fields,
+            "paths": paths,
+            "capacity": rows.storage.capacity,
+        },
     }

@@ -23,6 +23,8 @@ from expstore.exchange.base import (
     Exported,
     Imported,
     Progress,
+    Tell,
+    ignore_notes,
     no_progress,
     open_to_read,
 )
@@ -140,6 +142,7 @@ def import_npz(
     names: Mapping[str, str] | None = None,
     capacity: int | None = None,
     progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
     """Make a store of an NPZ file with a row per transition.
@@ -156,6 +159,7 @@ def import_npz(
             out.
         capacity: Most readable rows; None: unbounded, or as an exported store had it.
         progress: Is told rows done and rows in all.
+        tell: Called with what is left out or changed, before any row is written.
         disk: Where files are touched.
 
     Raises:
@@ -179,6 +183,7 @@ def import_npz(
                 given=names or {},
                 capacity=capacity,
                 progress=progress,
+                tell=tell,
                 disk=disk or Disk(),
             )
         except (zipfile.BadZipFile, EOFError, zipfile.LargeZipFile) as exc:

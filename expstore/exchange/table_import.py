@@ -24,7 +24,15 @@ from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
 from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.base import Imported, Progress, no_progress, open_to_read, piece_rows
+from expstore.exchange.base import (
+    Imported,
+    Progress,
+    Tell,
+    ignore_notes,
+    no_progress,
+    open_to_read,
+    piece_rows,
+)
 from expstore.exchange.fill import Facts, new_store, settings_of
 from expstore.exchange.table_files import ArrowPart, ParquetPart, Part, reading_arrow
 from expstore.exchange.table_layout import Layout, Table, needs_survey, read_layout
@@ -47,6 +55,7 @@ def import_parquet(
     capacity: int | None = None,
     storage: Kind | None = None,
     progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
     """Make a store of Parquet files.
@@ -65,6 +74,7 @@ def import_parquet(
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
         progress: Is told rows done and rows in all.
+        tell: Called with what is left out or changed, before any row is written.
         disk: Where files are touched.
 
     Raises:
@@ -83,7 +93,7 @@ def import_parquet(
     with ExitStack() as opened:
         parts = [ParquetPart(path, opened) for path in files]
         facts = _read_facts(source / "episodes.parquet", pq.read_table)
-        return _fill(parts, facts, Path(target), capacity, storage, progress, disk or Disk())
+        return _fill(parts, facts, Path(target), capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -93,6 +103,7 @@ def import_arrow(
     capacity: int | None = None,
     storage: Kind | None = None,
     progress: Progress = no_progress,
+    tell: Tell = ignore_notes,
     disk: Disk | None = None,
 ) -> Imported:
     """Make a store of an Arrow IPC file; otherwise as `import_parquet`.
@@ -103,6 +114,7 @@ def import_arrow(
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
         progress: Is told rows done and rows in all.
+        tell: Called with what is left out or changed, before any row is written.
         disk: Where files are touched.
 
     Raises:
@@ -117,7 +129,7 @@ def import_arrow(
     with ExitStack() as opened:
         part = ArrowPart(path, opened)
         facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-        return _fill([part], facts, Path(target), capacity, storage, progress, disk or Disk())
+        return _fill([part], facts, Path(target), capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:
@@ -304,6 +316,7 @@ def _fill(
     capacity: int | None,
     storage: Kind | None,
     progress: Progress,
+    tell: Tell,
     disk: Disk,
 ) -> Imported:
     if storage not in (None, "zarr", "arrow"):
@@ -319,6 +332,7 @@ def _fill(
     size = _rows_at_once(parts, layout.schema.row_bytes, loose=bool(layout.schema.variable))
     reading = (_by_id if "_id" in layout.own else _in_turn)(parts, layout, size)
     room = about.get("capacity") if capacity is None else capacity
+    tell(layout.notes)
     with new_store(disk, target, room, settings_of(about), storage=storage or "zarr") as filler:
         specs = about.get("specs") or ""
         filler.prepare(layout.schema, specs=specs, above=facts.above if facts and numbered else None)

@@ -15,8 +15,9 @@ from tensordict import TensorDict
 import expstore
 from expstore.cli.app import run
 from expstore.core import tuning
+from expstore.datasets import MinariReader, import_dataset
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
-from expstore.exchange import export_minari, import_minari
+from expstore.exchange import export_minari
 from tests.support.buffer_bytes import held
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
@@ -104,7 +105,7 @@ def test_rows_come_back_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with make(tmp_path / "run.exp", layout=layout, capacity=500) as rb:
         done = export_minari(rb, tmp_path / "out")
         assert json.loads((tmp_path / "out/data/metadata.json").read_text())["dataset_id"] == "out-v0"
-        assert import_minari(tmp_path / "out", tmp_path / "back.exp").episodes == done.episodes
+        assert import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp").episodes == done.episodes
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
             assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert rb.schema == again.schema
@@ -127,10 +128,27 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path) -> None:
         found = list(minari.MinariDataset(tmp_path / "out/data").iterate_episodes())
         assert [e.truncations.tolist() for e in found] == [[False] * 9 + [True]] * 3
         assert not any(e.terminations.any() for e in found)
-        import_minari(tmp_path / "out", tmp_path / "back.exp")
+        import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp")
         with expstore.open(tmp_path / "back.exp", mode="r") as again:
             assert held(rb, BY_STEPS) == held(again, BY_STEPS)
             assert again.sql("SELECT status FROM episodes").fetchall() == [("cut",)] * 3
+
+
+def test_roles_of_fields_come_back(tmp_path: Path) -> None:
+    data = rows(0, 27).exclude(("next", "terminated"), ("next", "truncated"), ("next", "done"))
+    data["next", "game_over"] = (torch.arange(27) % 9 == 8)[:, None]
+    with expstore.open(tmp_path / "run.exp", done_keys=[("next", "game_over")], traj_key="action") as rb:
+        data["action"] = torch.arange(27) // 9
+        rb.extend(data)
+        export_minari(rb, tmp_path / "out")
+        import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp")
+        with expstore.open(tmp_path / "back.exp", mode="r") as again:
+            assert held(rb, BY_STEPS) == held(again, BY_STEPS)
+            assert again.sql(EPISODES).fetchall() == rb.sql(EPISODES).fetchall()
+            assert again.storage.keys == rb.storage.keys
+        names = [".".join(key) for key in rb.schema.keys if key != ("next", "game_over")]
+        export_minari(rb, tmp_path / "less", fields=names)
+        assert import_dataset(MinariReader(tmp_path / "less"), tmp_path / "less.exp").episodes == 3
 
 
 def test_what_minari_has_no_place_for_is_refused(tmp_path: Path) -> None:
@@ -217,7 +235,7 @@ def test_a_dataset_of_minari_becomes_a_store(
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
     folder = create(tmp_path, monkeypatch, jpeg=jpeg)
     expected = list(minari.load_dataset("test/h-v0").iterate_episodes())
-    done = import_minari(folder, tmp_path / "back.exp")
+    done = import_dataset(MinariReader(folder), tmp_path / "back.exp")
     assert (done.rows, done.episodes) == (16, 3)
     assert any("'infos/word' has no number" in note for note in done.notes)
     assert any("JPEG" in note for note in done.notes) is jpeg
@@ -258,7 +276,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "is of --minari only" in capsys.readouterr().err
 
 
-def test_bad_datasets_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_bad_datasets_are_refused(tmp_path: Path) -> None:
     with make(tmp_path / "run.exp") as rb:
         export_minari(rb, tmp_path / "good", episodes=[1, 2])
     good = (tmp_path / "good/data/main_data.hdf5").read_bytes()
@@ -288,7 +306,8 @@ def test_bad_datasets_are_refused_and_leave_nothing(tmp_path: Path) -> None:
         (bad("text", data=b"hello"), StorageError, "cannot read .* as HDF5"),
         (bad("half", data=good[:5000]), StorageError, "cannot read .* as HDF5"),
         (bad("json", text="{"), StorageError, "cannot read .*metadata.json"),
-        (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "kept as 'arrow'"),
+        (bad("lance", text='{"data_format": "lance"}'), SchemaError, "kept as 'lance'"),
+        (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "holds no episodes"),
         (bad("short", shorter), SchemaError, r"episode_1 has \d+ 'actions' for \d+ rewards"),
         (bad("gone", remove("episode_1/actions")), SchemaError, "episode_1 has no 'actions'"),
         (bad("rewards", remove("episode_0/rewards")), SchemaError, "episode_0 has no 'rewards'"),
@@ -299,11 +318,12 @@ def test_bad_datasets_are_refused_and_leave_nothing(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(kind, match=words):
-            import_minari(folder, tmp_path / "back.exp")
-    assert sorted(os.listdir(tmp_path)) == ["good", "in", "run.exp"]
+            import_dataset(MinariReader(folder), tmp_path / "back.exp")
+    # The rows before the damage are kept for the next attempt.
+    assert sorted(os.listdir(tmp_path)) == [".back.exp.import", "good", "in", "run.exp"]
 
 
-def test_nothing_is_left_of_what_ended_early(tmp_path: Path) -> None:
+def test_nothing_is_seen_of_what_ended_early(tmp_path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -313,5 +333,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["run.exp"]
         export_minari(rb, tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
-        import_minari(tmp_path / "out", tmp_path / "back.exp", progress=stop)
-    assert sorted(os.listdir(tmp_path)) == ["out", "run.exp"]
+        import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp", progress=stop)
+    assert sorted(os.listdir(tmp_path)) == [".back.exp.import", "out", "run.exp"]
+    assert import_dataset(MinariReader(tmp_path / "out"), tmp_path / "back.exp").rows == 120
+    assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp"]

@@ -1,0 +1,61 @@
+"""A progress bar on a terminal, with rate and remaining time.
+
+Used by the command line and by data sets, which take minutes to fetch and to import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from expstore.exchange.base import Progress as Tell
+from expstore.exchange.base import no_progress
+
+__all__ = ["ShowProgress", "show_nothing", "show_progress"]
+
+Unit = Literal["bytes", "rows"]
+
+#: Shows something under a title, in a unit; yields what is told how much is done and how much there is.
+ShowProgress = Callable[[str, Unit], AbstractContextManager[Tell]]
+
+
+@contextlib.contextmanager
+def show_nothing(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
+    """Show nothing."""
+    yield no_progress
+
+
+@contextlib.contextmanager
+def show_progress(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
+    """Show a bar on the terminal, or nothing where standard error is not one.
+
+    Args:
+        what: The title.
+        unit: What is counted.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text("" if task.speed is None else f"{task.speed:,.0f} {unit}/s")
+
+    console = Console(stderr=True)
+    much = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
+    rate = (Rate(),) if unit == "rows" else ()
+    columns = (TextColumn(what), BarColumn(), much, *rate, TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown
