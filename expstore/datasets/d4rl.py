@@ -15,6 +15,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.seams import rows_differ
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
@@ -124,7 +125,7 @@ class D4RLReader(Reader):
         after = read.pop("next_observations", None)
         if after is not None:
             rows = min(len(own_ends), len(read["observations"]) - 1)
-            own_ends[:rows] |= _differ(after[:rows], read["observations"][1 : rows + 1])
+            own_ends[:rows] |= rows_differ(after[:rows], read["observations"][1 : rows + 1])
         first = 0
         for last in [*np.flatnonzero(own_ends).tolist(), None]:
             piece = slice(first, stop - start if last is None else last + 1)
@@ -214,13 +215,6 @@ def _default_split(name: str) -> tuple[Flag, ...]:
 
 def _flags(array: Any, count: int) -> Array:
     found: Array = np.asarray(array[()]).reshape(count) > 0.5
-    return found
-
-
-def _differ(one: Array, other: Array) -> Array:
-    """Return in which rows two arrays differ; NaN equals NaN."""
-    differing = (one != other) & ~((one != one) & (other != other))
-    found: Array = differing.any(axis=tuple(range(1, one.ndim)))
     return found
 
 

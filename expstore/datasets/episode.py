@@ -16,7 +16,7 @@ import numpy as np
 from expstore.core.values import Array, Key, key_name, to_key
 from expstore.errors import SchemaError
 
-__all__ = ["End", "Episode", "Part", "Reader"]
+__all__ = ["End", "Episode", "Part", "Reader", "Rows"]
 
 #: How an episode ends. "cut": the recording stops, the environment did not. "open": the next `Episode` that
 #: the reader yields continues this one.
@@ -51,11 +51,13 @@ class Episode:
 
     Args:
         observation: The states. Shapes `(T + 1, *shape)` or `(T, *shape)`; a mapping of names gives nested
-            fields.
-        action: Shape `(T, *shape)`, or a mapping.
+            fields, an empty one none.
+        action: Shape `(T, *shape)`, or a mapping; an empty one if the source has no actions.
         reward: Shape `(T,)` or `(T, 1)`. None if the source has no rewards.
         end: How the episode ends. A piece that is "open" needs T + 1 observations.
         info: Further values of the states, stored under `"info"` and `("next", "info")`. Shapes as
+            `observation`.
+        states: Further values of the states, by key, stored under the key and `("next", key)`. Shapes as
             `observation`.
         fields: Further values of the steps, by key: `"episode"`, `("next", "success")`. Shapes
             `(T, *shape)`.
@@ -75,13 +77,15 @@ class Episode:
     reward: Array | None = None
     end: End
     info: Mapping[str, Values] = field(default_factory=dict)
+    states: Mapping[str | Key, Values] = field(default_factory=dict)
     fields: Mapping[str | Key, Array] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of steps."""
-        first = next(iter(_leaves(("action",), self.action)), None)
-        return 0 if first is None else len(first[1])
+        """Return the number of steps: that of the action, or of the first of `fields` without actions."""
+        for _, values in _leaves(("action",), self.action):
+            return len(values)
+        return len(next(iter(self.fields.values()), ()))
 
     def columns(self) -> dict[Key, Array]:
         """Return the rows in TorchRL's layout (TED), by key.
@@ -106,6 +110,7 @@ class Episode:
             columns[key] = values
 
         states = [*_leaves(("observation",), self.observation), *_leaves(("info",), self.info)]
+        states += [leaf for name, values in self.states.items() for leaf in _leaves(to_key(name), values)]
         for key, values in states:
             if len(values) not in (count, count + 1):
                 raise SchemaError(
@@ -135,6 +140,45 @@ class Episode:
             flags[-1] = self.end == name or (name == "done" and self.end in ("terminated", "truncated"))
             put(("next", name), flags)
         return columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows that are stored as they are, whatever their keys: of a source without TorchRL's layout.
+
+    Args:
+        columns_by_key: The fields, by key. Shapes `(n, *shape)`.
+        end: As of `Episode`: "open" if the next rows may continue the episode of the last one. Rows that end
+            an episode by "terminated" or "truncated" have flags that say so.
+        facts: As of `Episode`.
+
+    Example:
+        >>> len(Rows(columns_by_key={"X": np.zeros((3, 5)), "y": np.zeros(3)}))
+        3
+    """
+
+    columns_by_key: Mapping[str | Key, Array]
+    end: End = "open"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(next(iter(self.columns_by_key.values()), ()))
+
+    def columns(self) -> dict[Key, Array]:
+        """Return the rows by key.
+
+        Raises:
+            SchemaError: It has no rows, or numbers of rows differ.
+        """
+        count = len(self)
+        if not count:
+            raise SchemaError("there are no rows")
+        found = {to_key(name): np.asarray(values) for name, values in self.columns_by_key.items()}
+        for key, values in found.items():
+            if len(values) != count:
+                raise SchemaError(f"{key_name(key)!r} has {len(values)} rows, others {count}")
+        return found
 
 
 def _leaves(key: Key, values: Values) -> Iterator[tuple[Key, Array]]:
@@ -188,7 +232,7 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def episodes(self, part: Part) -> Iterator[Episode]:
+    def episodes(self, part: Part) -> Iterator[Episode | Rows]:
         """Yield the episodes of a part, the same ones in every run."""
 
     def options(self) -> Mapping[str, Any]:
@@ -200,6 +244,16 @@ class Reader(ABC):
     def facts(self) -> Mapping[str, Any]:
         """Return facts about the data set, as JSON can hold them. The store keeps them in `rb.meta`."""
         return {}
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return arguments of `expstore.open` for the new store, such as a capacity or a schema."""
+        return {}
+
+    def notes(self) -> Sequence[str]:
+        """Return what of the source is left out or changed, one sentence each. The command line prints them
+        before it imports.
+        """
+        return ()
 
     def count_rows(self, part: Part) -> int | None:
         """Return how many rows a part has, for the progress bar; an estimate will do. None: unknown."""

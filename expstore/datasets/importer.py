@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from expstore._open import open as open_store
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, Key, key_name
-from expstore.datasets.episode import Episode, Part, Reader
+from expstore.datasets.episode import Episode, Part, Reader, Rows
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
@@ -56,7 +56,7 @@ def import_dataset(
     and options the store was made of. If the target was made of the same files and options already, nothing
     is done.
 
-    Processes, crashes: the store is made in a hidden folder beside the target, `.NAME.import`, and renamed
+    Processes, crashes: the store is made in a hidden folder next to the target, `.NAME.import`, and renamed
     when it is complete. After a crash or an error the folder stays, and the next import of the same files
     continues there; an import of other files begins anew. Two imports to one target exclude each other.
 
@@ -84,10 +84,10 @@ def import_dataset(
     hashes = [_hash_part(part) for part in parts]
     made_of = _provenance(reader, parts, hashes)
     if disk.exists(path / MANIFEST):
-        return _imported_before(path, made_of)
+        return _imported_before(path, made_of, reader)
     check_target(disk, path)
     building = path.resolve().with_name(f".{path.name}.import")
-    rb = _open_building(building, made_of, fields)
+    rb = _open_building(building, made_of, dict(reader.settings()) | {"fields": fields})
     try:
         total = _total(reader, parts)
         done = 0
@@ -100,7 +100,7 @@ def import_dataset(
             done = _import_part(rb, reader, part, source, stored.get(source, 0), done, total, progress)
         if not len(rb):
             raise SchemaError("the source has no rows")
-        result = _describe(rb, path)
+        result = _describe(rb, path, reader)
     finally:
         rb.close()
     _rename(disk, building, path)
@@ -141,7 +141,7 @@ def _provenance(reader: Reader, parts: Sequence[Part], hashes: Sequence[str]) ->
     return found
 
 
-def _imported_before(path: Path, made_of: Mapping[str, Any]) -> Imported:
+def _imported_before(path: Path, made_of: Mapping[str, Any], reader: Reader) -> Imported:
     """Return what a store holds that was made of the same files.
 
     Raises:
@@ -153,14 +153,14 @@ def _imported_before(path: Path, made_of: Mapping[str, Any]) -> Imported:
                 f"{path} exists and was not imported from these files",
                 hint="choose another path, or remove it first",
             )
-        return _describe(rb, path)
+        return _describe(rb, path, reader)
 
 
 # -- the store that is made ------------------------------------------------------------------------------
 
 
 def _open_building(
-    path: Path, made_of: Mapping[str, Any], fields: Mapping[str, Mapping[str, Any]] | None
+    path: Path, made_of: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> TensorDictReplayBuffer:
     """Open the store that an interrupted import of the same files left, or make a new one."""
     disk = Disk()
@@ -171,7 +171,7 @@ def _open_building(
         rb.close()
     if disk.exists(path):
         disk.remove_tree(path)
-    return open_store(path, mode="x", meta=dict(made_of), fields=fields)
+    return open_store(path, mode="x", meta=dict(made_of), **settings)
 
 
 def _stored_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
@@ -179,10 +179,18 @@ def _stored_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
     return dict(rb.sql("SELECT source, CAST(sum(length) AS BIGINT) FROM episodes GROUP BY source").fetchall())
 
 
-def _describe(rb: TensorDictReplayBuffer, path: Path) -> Imported:
-    rows, episodes = rb.sql("SELECT CAST(sum(length) AS BIGINT), count(*) FROM episodes").fetchall()[0]
-    schema = rb.storage.require_schema()
-    return Imported(path=path, rows=rows, kept=len(rb), episodes=episodes, fields=names_of(schema.keys))
+def _describe(rb: TensorDictReplayBuffer, path: Path, reader: Reader) -> Imported:
+    rows, episodes = rb.sql(
+        "SELECT CAST(sum(length) AS BIGINT), count(*) FILTER (live_rows > 0) FROM episodes"
+    ).fetchall()[0]
+    return Imported(
+        path=path,
+        rows=rows,
+        kept=len(rb),
+        episodes=episodes,
+        fields=names_of(rb.storage.require_schema().keys),
+        notes=tuple(reader.notes()),
+    )
 
 
 def _rename(disk: Disk, building: Path, path: Path) -> None:
@@ -243,7 +251,7 @@ def _import_part(
     return done + seen
 
 
-def _read(reader: Reader, part: Part) -> Iterator[Episode]:
+def _read(reader: Reader, part: Part) -> Iterator[Episode | Rows]:
     """Yield the episodes of a part; errors name the part and the episode."""
     number = 0
     episodes = _read_ahead(reader.episodes(part))
@@ -267,7 +275,7 @@ def _reading(what: str) -> Iterator[None]:
         raise StorageError(f"cannot read {what}: {exc!r}") from exc
 
 
-def _read_ahead(episodes: Iterator[Episode]) -> Iterator[Episode]:
+def _read_ahead(episodes: Iterator[Episode | Rows]) -> Iterator[Episode | Rows]:
     """Yield episodes that a thread reads ahead: decompression and writing take one core each."""
     pool = ThreadPoolExecutor(1, "expstore-reader")
     try:
@@ -279,7 +287,7 @@ def _read_ahead(episodes: Iterator[Episode]) -> Iterator[Episode]:
         pool.shutdown(cancel_futures=True)
 
 
-def _columns(part: Part, number: int, episode: Episode) -> dict[Key, Array]:
+def _columns(part: Part, number: int, episode: Episode | Rows) -> dict[Key, Array]:
     try:
         return episode.columns()
     except SchemaError as exc:
@@ -329,8 +337,15 @@ class _Batch:
             if piece.keys() != first.keys():
                 differing = sorted(map(key_name, piece.keys() ^ first.keys()))
                 raise SchemaError(f"some episodes have {', '.join(differing)}, others do not")
-        columns = {key: torch.from_numpy(_joined([piece[key] for piece in pieces], key)) for key in first}
+        columns = {key: self._tensor(key, _joined([piece[key] for piece in pieces], key)) for key in first}
         self._rb.extend(TensorDict(columns, [rows]), source=self._source)
+
+    def _tensor(self, key: Key, values: Array) -> torch.Tensor:
+        """Return values as a tensor. NumPy has no bfloat16: a reader gives its bits as uint16."""
+        schema = self._rb.schema
+        tensor = torch.from_numpy(values)
+        is_bfloat16 = schema is not None and key in schema and schema[key].dtype == "bfloat16"
+        return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
 def _joined(pieces: Sequence[Array], key: Key) -> Array:
