@@ -1,0 +1,236 @@
+"""HDF5 files with a group per episode: robomimic, LIBERO, d3rlpy, RoboSet, and plain names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from tensordict import TensorDict
+
+import expstore
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.cli.app import run
+from expstore.datasets import Hdf5EpisodesReader, RobomimicReader, hdf5_episodes, import_dataset
+from tests.unit.datasets.test_d4rl import arrays
+from tests.unit.datasets.test_d4rl import write as write_d4rl
+from tests.unit.datasets.test_roboset import write as write_roboset
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+LENGTHS = {0: 4, 10: 3, 2: 5}
+ORDER = (0, 2, 10)
+
+
+def states(number: int) -> np.ndarray:
+    """T + 1 states of an episode."""
+    return (np.arange(LENGTHS[number] + 1.0) + 100 * number)[:, None].repeat(3, 1)
+
+
+def robomimic(path: Path, *, following: bool = True) -> Path:
+    with h5py.File(path, "w") as file:
+        data = file.create_group("data")
+        data.attrs["total"] = sum(LENGTHS.values())
+        data.attrs["env_args"] = json.dumps({"env_name": "Lift", "env_type": 1, "env_kwargs": {}})
+        for number, count in LENGTHS.items():
+            demo = data.create_group(f"demo_{number}")
+            demo.attrs.update({"num_samples": count, "model_file": "<mujoco/>"})
+            at = states(number)
+            demo["obs/eef"] = at[:-1]
+            demo["obs/image"] = (at[:-1, :, None, None] % 256 + np.zeros((1, 1, 4, 3))).astype("u1")
+            if following:
+                demo["next_obs/eef"] = at[1:]
+                demo["next_obs/image"] = (at[1:, :, None, None] % 256 + np.zeros((1, 1, 4, 3))).astype("u1")
+            demo["actions"] = -at[:-1, :2]
+            demo["states"] = at[:-1] + 0.5
+            demo["rewards"] = np.eye(count)[-1] * (number != 2)
+            demo["dones"] = np.eye(count, dtype="i8")[-1] + (np.arange(count) == 1)
+        file["mask/train"] = np.array(["demo_0", "demo_10"], dtype="S8")
+        file["mask/easy"] = np.array(["demo_0"], dtype="S8")
+    return path
+
+
+def imported(reader: Any, target: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
+    import_dataset(reader, target)
+    with expstore.open(target, mode="r") as rb:
+        said = rb.sql("SELECT length, status, info FROM episodes ORDER BY episode_id").fetchall()
+        return rb[:], said, rb.meta
+
+
+@pytest.mark.parametrize("following", [True, False])
+def test_robomimic(tmp_path: Path, following: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = robomimic(tmp_path / "a.hdf5", following=following)
+    rows, said, meta = imported(RobomimicReader(path), tmp_path / "a.exp")
+    assert [(length, status) for length, status, _ in said] == [
+        (4, "terminated"),
+        (5, "truncated"),  # done without a reward
+        (3, "terminated"),
+    ]
+    assert [json.loads(info) for *_, info in said] == [
+        {"num_samples": 4, "filters": ["easy", "train"]},
+        {"num_samples": 5},
+        {"num_samples": 3, "filters": ["train"]},
+    ]
+    assert meta["robomimic"]["env_args"]["env_name"] == "Lift"
+    assert meta["robomimic"]["model_file"] == "<mujoco/>"
+    first = 0
+    for place, number in enumerate(ORDER):
+        count, at = LENGTHS[number], states(number)
+        steps = rows[first : first + count]
+        after = at[1:].copy()
+        if not following:
+            after[-1] = 0
+        np.testing.assert_array_equal(steps["observation", "eef"].numpy(), at[:-1])
+        np.testing.assert_array_equal(steps["next", "observation", "eef"].numpy(), after)
+        np.testing.assert_array_equal(
+            steps["next", "observation", "image"][:, 0, 0, 0].numpy(), after[:, 0] % 256
+        )
+        np.testing.assert_array_equal(steps["action"].numpy(), -at[:-1, :2])
+        np.testing.assert_array_equal(steps["states"].numpy(), at[:-1] + 0.5)
+        assert steps["episode"].tolist() == [place] * count
+        assert steps["next", "done"][:, 0].tolist() == [False] * (count - 1) + [True]
+        assert steps["next", "terminal"][:2, 0].tolist() == [False, True]
+        first += count
+    monkeypatch.setattr(hdf5_episodes, "_SLAB_BYTES", 600)
+    pieces, same, _ = imported(RobomimicReader(path), tmp_path / "b.exp")
+    assert same == said
+    for key in rows.keys(include_nested=True, leaves_only=True):
+        assert (rows[key] == pieces[key]).all()
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("episode_", ("observations", "actions", "rewards", "terminals", "timeouts", "infos")),
+        ("data/traj", ("obs", "action", "reward", "terminated", "truncated", "info")),
+        ("ep", ("observation", "actions", "rewards", "terminations", "truncations", "infos")),
+    ],
+)
+@pytest.mark.parametrize("more", [0, 1])
+def test_plain_names(tmp_path: Path, group: str, names: tuple[str, ...], more: int) -> None:
+    path = tmp_path / "a.hdf5"
+    with h5py.File(path, "w") as file:
+        file.attrs["env"] = "maze"
+        for number, count in LENGTHS.items():
+            at, one = states(number), file.create_group(f"{group}{number}")
+            one.attrs["seed"] = number
+            ends = np.arange(count) == count - 1
+            found = (at[: count + more], at[:-1], at[:-1, 0], ends & (number == 0), ends & (number == 2))
+            for name, values in zip(names, found, strict=False):
+                one[name] = values
+            one[f"{names[-1]}/x"] = at[: count + more, 0]
+            one["word"] = ["a"] * count
+    reader = Hdf5EpisodesReader(path)
+    assert reader.notes() == ["'word' has no numbers, and is left out"]
+    rows, said, meta = imported(reader, tmp_path / "a.exp")
+    assert meta["hdf5"] == {"env": "maze"}
+    assert said == [
+        (4, "terminated", '{"seed": 0}'),
+        (5, "truncated", '{"seed": 2}'),
+        (3, "cut", '{"seed": 10}'),
+    ]
+    whole = np.concatenate([states(number)[1:] for number in ORDER])
+    if not more:
+        whole[np.cumsum([4, 5, 3]) - 1] = 0
+    np.testing.assert_array_equal(rows["next", "observation"].numpy(), whole)
+    np.testing.assert_array_equal(rows["next", "info", "x"].numpy(), whole[:, 0])
+    np.testing.assert_array_equal(
+        rows["next", "reward"][:, 0].numpy(), np.concatenate([states(number)[:-1, 0] for number in ORDER])
+    )
+
+
+def test_d3rlpy(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        columns = ("observations", "actions", "rewards", "terminated")
+        file["columns"] = [*columns]
+        file["num_episodes"], file["version"] = 3, "2.1"
+        for place, number in enumerate(ORDER):
+            at = states(number)
+            found = (at[:-1], at[:-1, :1], at[:-1, :1], np.array(float(place == 1)))
+            for name, values in zip(columns, found, strict=True):
+                file[f"{name}_{place}"] = values
+    assert run(["import", str(path), str(tmp_path / "a.exp")]) == 0
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert rb.meta["import"]["format"] == "hdf5"
+        said = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+        assert said == [(4, "truncated"), (5, "terminated"), (3, "truncated")]
+        rows = rb[:]
+    np.testing.assert_array_equal(
+        rows["observation"].numpy(), np.concatenate([states(number)[:-1] for number in ORDER])
+    )
+    assert set(rows.keys()) == {
+        "observation",
+        "action",
+        "episode",
+        "next",
+        "done",
+        "terminated",
+        "truncated",
+    }
+
+
+def test_what_a_file_is_recognised_as(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.hdf5"
+    with h5py.File(plain, "w") as file:
+        file["episode_0/observations"], file["episode_0/actions"] = np.zeros((3, 2)), np.zeros((2, 1))
+    sources = {
+        "robomimic": robomimic(tmp_path / "a.hdf5"),
+        "roboset": write_roboset(tmp_path / "b.h5"),
+        "hdf5": plain,
+        "": write_d4rl(tmp_path / "c.hdf5", arrays()),
+    }
+    for name, source in sources.items():
+        store = tmp_path / f"{name}.exp"
+        assert run(["import", str(source), str(store)]) == 0
+        with expstore.open(store, mode="r") as rb:
+            assert rb.meta.get("import", {}).get("format", "") == name
+    # What expstore exported is a flat file, whatever its fields are called.
+    with expstore.open(tmp_path / "x.exp") as rb:
+        rb.extend(TensorDict({"run_1": {"observations": np.zeros(3)}, "action": np.zeros(3)}, [3]))
+    flat = str(tmp_path / "x.hdf5")
+    assert run(["export", str(tmp_path / "x.exp"), flat, "--hdf5"]) == 0
+    assert run(["import", flat, str(tmp_path / "y.exp")]) == 0
+    assert run(["import", str(plain), str(tmp_path / "z.exp"), "--capacity", "5"]) == 2
+
+
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="there is no file"):
+        Hdf5EpisodesReader(tmp_path / "none.h5")
+    path = tmp_path / "a.h5"
+    path.write_text("no HDF5")
+    with pytest.raises(StorageError, match="as HDF5"):
+        RobomimicReader(path)
+    robomimic(path)
+    data = path.read_bytes()
+    (tmp_path / "half.h5").write_bytes(data[: len(data) // 2])
+    with pytest.raises(StorageError, match="as HDF5"):
+        RobomimicReader(tmp_path / "half.h5")
+    write_d4rl(tmp_path / "flat.h5", arrays())
+    for reader, words in ((Hdf5EpisodesReader, "no group per episode"), (RobomimicReader, "no group data/")):
+        with pytest.raises(SchemaError, match=words):
+            reader(tmp_path / "flat.h5")
+
+    def changed(name: str, values: Any) -> None:
+        robomimic(path)
+        with h5py.File(path, "a") as file:
+            demo = file["data/demo_2"]
+            del demo[name]
+            if values is not None:
+                demo[name] = values
+
+    for name, values, words in (
+        ("actions", None, "data/demo_2 has no action"),
+        ("obs", None, "data/demo_2 has no observation"),
+        ("rewards", np.zeros(3), "data/demo_2 has 3 rows of .* for 5 actions"),
+        ("obs/eef", np.zeros((3, 3)), "has 3 rows for 5 steps"),
+        ("states", np.zeros((2, 3)), "states"),
+        ("actions", np.array([b"\x80\x04cos\nsystem\n."] * 5, dtype="S20"), "data/demo_2 has no action"),
+    ):
+        changed(name, values)
+        with pytest.raises(SchemaError, match=words):
+            import_dataset(RobomimicReader(path), tmp_path / "a.exp")
+        assert not (tmp_path / "a.exp").exists()
