@@ -1,0 +1,164 @@
+"""The Gen-DGRL reader and class: archives of pickled dicts, read without running them."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, gen_dgrl, import_dataset
+from tests.support.data_server import serving_files
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of importing torchrl's collectors
+    from torchrl.data.datasets.gen_dgrl import GenDGRLExperienceReplay as OfTorchRL
+
+LENGTHS = (5, 3, 7)
+
+
+def trajectory(number: int, count: int, *, done: bool = True) -> dict[str, Any]:
+    random = np.random.default_rng(number)
+    return {
+        "observations": random.integers(0, 255, (count + 1, 3, 64, 64)),
+        "actions": random.integers(0, 15, (count, 1)),
+        "rewards": random.normal(size=(count, 1)).astype("f4"),
+        "dones": (np.arange(count) == count - 1)[:, None] & done,
+    }
+
+
+def npy(value: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array(value, object), allow_pickle=True)
+    return file.getvalue()
+
+
+def archive(path: Path, values: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w:xz" if path.suffix == ".xz" else "w") as tar:
+        for number, value in enumerate(values):
+            data = value if isinstance(value, bytes) else npy(value)
+            member = tarfile.TarInfo(f"expert/{number:03}.npy")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def trajectories() -> list[Any]:
+    return [trajectory(number, count, done=number != 1) for number, count in enumerate(LENGTHS)]
+
+
+def imported(tmp_path: Path, source: Path, **options: Any) -> tuple[TensorDict, list[Any]]:
+    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
+    import_dataset(GenDGRLReader(source, **options), target)
+    with expstore.open(target, mode="r") as rb:
+        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+
+
+@pytest.mark.parametrize("piece", [1, 16 << 20])
+@pytest.mark.parametrize("suffix", [".tar", ".tar.xz"])
+def test_trajectories_are_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, piece: int
+) -> None:
+    monkeypatch.setattr(gen_dgrl, "_PIECE_BYTES", piece)
+    rows, ends = imported(tmp_path, archive(tmp_path / f"raw/bigfish{suffix}", trajectories()))
+    assert ends == [(5, "terminated"), (3, "cut"), (7, "terminated")]
+    start = 0
+    for there in trajectories():
+        part = rows[start : start + len(there["actions"])]
+        start += len(there["actions"])
+        np.testing.assert_array_equal(part["observation"].numpy(), there["observations"][:-1])
+        np.testing.assert_array_equal(part["next", "observation"].numpy(), there["observations"][1:])
+        np.testing.assert_array_equal(part["action"].numpy(), there["actions"])
+        np.testing.assert_array_equal(part["next", "reward"].numpy(), there["rewards"])
+    assert rows["observation"].dtype == torch.uint8
+
+
+def test_a_folder_and_a_limit(tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    for number, value in enumerate(trajectories()):
+        (tmp_path / "raw" / f"{number}.npy").write_bytes(npy(value))
+    assert len(imported(tmp_path, tmp_path / "raw")[0]) == 15
+    assert imported(tmp_path, tmp_path / "raw", rows=6)[1] == [(5, "terminated"), (3, "cut")]
+
+
+def test_beside_torchrls_class(tmp_path: Path) -> None:
+    values = [{**one, "dones": one["dones"][:, 0], "rewards": one["rewards"][:, 0]} for one in trajectories()]
+    file = archive(tmp_path / "raw/bigfish.tar", values)
+    theirs = object.__new__(OfTorchRL)
+    theirs.__dict__.update({"_root": tmp_path / "torchrl", "dataset_id": "bigfish-level_1_E"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OfTorchRL, "_get_category_len", classmethod(lambda cls, name: 15))
+        made = theirs._unpack_category_file(
+            str(file.parent), False, "level_1_E", ("level_1_E", file.name, "")
+        )
+    rows, _ = imported(tmp_path, file)
+    for key in made.keys(True, True):
+        # Their rewards have no last dim of 1.
+        wanted = made[key][:, None] if key == ("next", "reward") else made[key]
+        torch.testing.assert_close(rows[key], wanted)
+
+
+def test_bad_archives_leave_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    target = tmp_path / "x.exp"
+    good = trajectory(1, 4)
+    for number, (value, kind, text) in enumerate(
+        [
+            ({**good, "actions": Evil()}, SchemaError, "002.npy: the pickle names posix.mkdir"),
+            ({**good, "rewards": good["rewards"][1:]}, SchemaError, r"'rewards' of shape \[3, 1\]"),
+            ({"actions": good["actions"]}, SchemaError, "has no observations, rewards, dones"),
+            ([1], SchemaError, "one Python object is expected"),
+            (b"hello", StorageError, "cannot read a .npy file"),
+        ]
+    ):
+        source = archive(tmp_path / f"raw/{number}.tar", [good, good, value])
+        with pytest.raises(kind, match=text):
+            import_dataset(GenDGRLReader(source), target)
+    whole = archive(tmp_path / "raw/whole.tar.xz", trajectories()).read_bytes()
+    (tmp_path / "raw/half.tar.xz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(StorageError, match="cannot read"):
+        import_dataset(GenDGRLReader(tmp_path / "raw/half.tar.xz"), target)
+    assert not target.exists()
+    assert not (tmp_path / "evil").exists()
+    with pytest.raises(NotFoundError, match="no file or folder"):
+        GenDGRLReader(tmp_path / "nothing.tar")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match=r"no .npy file"):
+        GenDGRLReader(tmp_path / "empty")
+
+
+def test_the_class(tmp_path: Path) -> None:
+    archive(tmp_path / "public/100k/level_40/suboptimal/bigfish.tar.xz", trajectories())
+    with serving_files(tmp_path / "public") as server:
+        data = GenDGRLExperienceReplay(
+            "bigfish-level_40_S", batch_size=8, root=tmp_path / "root", mirror=server.url
+        )
+    for batch in data:
+        assert batch["observation"].shape == (8, 3, 64, 64)
+        break
+    assert list(OfTorchRL.available_datasets) == GenDGRLExperienceReplay.available_datasets
+    for name in OfTorchRL.available_datasets:
+        game, category = name.split("-")
+        address = OfTorchRL._build_urls_with_category_name(game, category)
+        assert address.endswith(f"{gen_dgrl_folder(category)}/{game}.tar.xz")
+    with pytest.raises(ValueError, match="is not one of the data sets"):
+        GenDGRLExperienceReplay("bigfish-2M", root=tmp_path)
+
+
+def gen_dgrl_folder(category: str) -> str:
+    from expstore.datasets.buffers.gen_dgrl import _CATEGORIES
+
+    return _CATEGORIES[category][0]
