@@ -1,0 +1,579 @@
+"""Read RLDS data sets: folders that TensorFlow Datasets wrote, with one record per episode.
+
+TensorFlow is not used.
+
+Source of the format: https://github.com/google-research/rlds (steps and their flags) and
+https://github.com/tensorflow/datasets (`feature.proto` for features.json, `dataset_info.proto`,
+`example_serializer.py`: the steps' values lie one after another under `steps/NAME`; sequences in a step are
+`NAME/ragged_flat_values` with `NAME/ragged_row_lengths_N`).
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from expstore.core.values import Array, Key
+from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.episode_texts import text_fact
+from expstore.datasets.frames import decode_image, decode_images
+from expstore.datasets.tfrecord import Example, parse_example, read_records
+from expstore.disk.files import ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, SchemaError
+from expstore.exchange.base import required
+
+__all__ = ["RLDSReader", "Shard", "list_shards"]
+
+LastStep = Literal["observation", "transition"]
+
+_PIECE_BYTES = 16 << 20
+#: Metadata of an episode with more values than this is left out: facts are JSON.
+_FACT_VALUES = 1000
+_TEMPLATE = "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+_FORMATS = ("tfrecord", "array_record")
+#: Fields whose name is not the one of the feature, as TorchRL's OpenXExperienceReplay names them.
+_KEYS: dict[str, Key] = {"is_first": ("is_init",)}
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of records.
+
+    Args:
+        name: Of the file.
+        split: The split it belongs to.
+        first: Number of its first episode in the data set.
+        episodes: How many it has.
+    """
+
+    name: str
+    split: str
+    first: int
+    episodes: int
+
+
+def list_shards(info: Mapping[str, Any]) -> list[Shard]:
+    """Return the shards that dataset_info.json names.
+
+    Raises:
+        SchemaError: The files have another format, or are not named.
+    """
+    if _file_format(info) not in _FORMATS:
+        raise SchemaError(
+            f"files of the format {_file_format(info)!r} cannot be read; {' and '.join(_FORMATS)} can"
+        )
+    found: list[Shard] = []
+    first = 0
+    try:
+        for split in info["splits"]:
+            lengths = [int(length) for length in split["shardLengths"]]
+            for place, length in enumerate(lengths):
+                found.append(
+                    Shard(_file_name(info, split, place, len(lengths)), str(split["name"]), first, length)
+                )
+                first += length
+    except (KeyError, TypeError, ValueError) as exc:
+        raise SchemaError(f"the splits and their shards are not listed: {exc!r}") from exc
+    return found
+
+
+def _file_format(info: Mapping[str, Any]) -> str:
+    return str(info.get("fileFormat") or "tfrecord")
+
+
+def _file_name(info: Mapping[str, Any], split: Mapping[str, Any], place: int, shards: int) -> str:
+    name = str(split.get("filepathTemplate") or _TEMPLATE)
+    values = {
+        "DATASET": str(info.get("name", "")),
+        "SPLIT": str(split["name"]),
+        "FILEFORMAT": _file_format(info),
+        "SHARD_INDEX": f"{place:05d}",
+        "NUM_SHARDS": f"{shards:05d}",
+        "SHARD_X_OF_Y": f"{place:05d}-of-{shards:05d}",
+    }
+    for key, value in values.items():
+        name = name.replace(f"{{{key}}}", value)
+    # Another folder may have files that are not of the data set.
+    if "/" in name or "{" in name:
+        raise ValueError(f"{name!r} is not the name of a file")
+    return name
+
+
+class RLDSReader(Reader):
+    """Read the episodes of an RLDS data set, in the order of its shards.
+
+    - `observation`, `action`, `reward` of a step: `observation`, `action`, `next.reward`. Other numbers of a
+      step (`discount`, `language_embedding`) are fields of their names, `is_first` is `is_init`.
+    - Images become `(channels, height, width)`, mostly uint8. Tensors keep their declared shape and type.
+    - Texts of a step (`language_instruction`) are facts about the episode; a text that changes is a list of
+      `{"step", "text"}`. So are numbers and texts outside the steps (`episode_metadata`, `episode_id`), and
+      the split.
+    - `episode` is the number of the episode in the folder, `frame` that of the step in its episode.
+    - The last step says how an episode ends: `is_terminal`: terminated; otherwise truncated; cut if the data
+      set has `is_last` and it is not set. Both flags count in the last step only.
+    - What cannot be stored (videos, audio, lists of texts) is named in `rb.meta["rlds"]["left_out"]`.
+
+    Args:
+        source: The folder of one version, with features.json and dataset_info.json.
+        split: Read this split only. None: all, in the order of dataset_info.json.
+        last_step: What the last step of an episode is. "observation", as RLDS defines it: only its
+            observation counts, it is the one after the last action; episodes of one step have no rows.
+            "transition", as in many data sets of Open X-Embodiment: it has an action and a reward like all
+            others, and the observation after it is not recorded.
+
+    Raises:
+        NotFoundError: The folder, features.json, dataset_info.json, a shard or the split is missing.
+        SchemaError: The features cannot be read, or the files are neither TFRecord nor ArrayRecord.
+        ModuleNotFoundError: The shards are ArrayRecord files, and array_record is not installed.
+
+    Example:
+        >>> import_dataset(RLDSReader("cmu_play_fusion/0.1.0", last_step="transition"), "play.exp")
+    """
+
+    format: ClassVar[str] = "rlds"
+
+    def __init__(
+        self, source: str | Path, *, split: str | None = None, last_step: LastStep = "observation"
+    ) -> None:
+        if last_step not in ("observation", "transition"):
+            raise SchemaError(f"last_step={last_step!r} is not one of 'observation' and 'transition'")
+        self._folder = local_path(source)
+        self._split, self._last_step = split, last_step
+        features = self._read_json("features.json")
+        self._info = self._read_json("dataset_info.json")
+        self._leaves, self._metadata, self._left_out = _read_features(features, self._folder)
+        self._shards = self._find_shards()
+        if _file_format(self._info) == "array_record":
+            required("array_record.python.array_record_module")
+
+    def parts(self) -> list[Part]:
+        """Return the shards, each with the files that describe it."""
+        described = [self._folder / "features.json", self._folder / "dataset_info.json"]
+        return [
+            Part(name=shard.name, files=[self._folder / shard.name, *described]) for shard in self._shards
+        ]
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the split and what the last step is."""
+        return {"split": self._split, "last_step": self._last_step}
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return the data set's name, version and splits, the texts of steps, and the features left out."""
+        splits: dict[str, int] = {}
+        for shard in self._shards:
+            splits[shard.split] = splits.get(shard.split, 0) + shard.episodes
+        return {
+            "rlds": {
+                "name": str(self._info.get("name", "")),
+                "version": str(self._info.get("version", "")),
+                "splits": splits,
+                "texts": [".".join(leaf.key) for leaf in self._leaves if leaf.kind == "text"],
+                "left_out": self._left_out,
+            }
+        }
+
+    def episodes(self, part: Part) -> Iterator[Episode]:
+        """Yield the episodes of a shard, long ones in pieces of 16 MB."""
+        shard = next(shard for shard in self._shards if shard.name == part.name)
+        count = 0
+        for record in self._read(self._folder / shard.name):
+            yield from self._pieces(parse_example(record), shard, shard.first + count)
+            count += 1
+        if count != shard.episodes:
+            raise SchemaError(
+                f"the shard has {count} episodes; dataset_info.json says {shard.episodes}",
+                hint="copy the file again",
+            )
+
+    # -- one episode -----------------------------------------------------------------------------------
+
+    def _pieces(self, example: Example, shard: Shard, number: int) -> Iterator[Episode]:
+        steps = _Steps(self._leaves, example)
+        has_last = self._last_step == "observation"
+        count = len(steps) - has_last
+        end = _end(steps)
+        facts = {"split": shard.split, **_facts_of(self._metadata, example), **steps.facts(count)}
+        size = max(1, _PIECE_BYTES // max(1, steps.row_bytes()))
+        for start in range(0, count, size):
+            stop = min(start + size, count)
+            is_open = stop < count
+            values, states = steps.read(start, stop, stop + (is_open or has_last))
+            fields: dict[str | Key, Array] = {
+                _KEYS.get(".".join(key), key): rows
+                for key, rows in values.items()
+                if key[0] not in ("action", "reward", "is_last", "is_terminal")
+            }
+            fields["episode"] = np.full(stop - start, number)
+            fields["frame"] = np.arange(start, stop)
+            reward = values.get(("reward",))
+            yield Episode(
+                observation=states,
+                action=_tree("action", values),
+                reward=None if reward is None else reward.reshape(stop - start, -1),
+                end="open" if is_open else end,
+                fields=fields,
+                facts=facts,
+            )
+
+    def _read(self, path: Path) -> Iterator[bytes]:
+        if _file_format(self._info) == "tfrecord":
+            yield from read_records(path)
+            return
+        module = required("array_record.python.array_record_module")
+        try:
+            reader = module.ArrayRecordReader(str(path))
+        except (RuntimeError, ValueError) as exc:
+            raise SchemaError(f"{path.name} is not an ArrayRecord file: {exc}") from exc
+        try:
+            for place in range(reader.num_records()):
+                yield reader.read([place])[0]
+        except RuntimeError as exc:
+            raise SchemaError(f"{path.name} is damaged: {exc}", hint="copy the file again") from exc
+        finally:
+            reader.close()
+
+    # -- the folder ------------------------------------------------------------------------------------
+
+    def _read_json(self, name: str) -> dict[str, Any]:
+        disk, path = ReadingDisk(), self._folder / name
+        if not disk.exists(path):
+            versions = [one for one in disk.names(self._folder) if disk.exists(self._folder / one / name)]
+            raise NotFoundError(
+                f"there is no file {path}",
+                hint=f"name the folder of a version: {', '.join(versions)}" if versions else "",
+            )
+        try:
+            found = json.loads(disk.read_whole(path))
+        except ValueError as exc:
+            raise SchemaError(f"{path} is not JSON: {exc}") from exc
+        if not isinstance(found, dict):
+            raise SchemaError(f"{path} is not a JSON object")
+        return found
+
+    def _find_shards(self) -> list[Shard]:
+        path = self._folder / "dataset_info.json"
+        try:
+            found = list_shards(self._info)
+        except SchemaError as exc:
+            raise SchemaError(f"{path}: {exc}") from exc
+        names = list(dict.fromkeys(shard.split for shard in found))
+        if self._split is not None:
+            found = [shard for shard in found if shard.split == self._split]
+        if not found:
+            raise NotFoundError(
+                f"{self._folder} has no split {self._split!r}; it has {', '.join(names) or 'none'}"
+            )
+        disk = ReadingDisk()
+        for shard in found:
+            if not disk.exists(self._folder / shard.name):
+                raise NotFoundError(
+                    f"there is no file {self._folder / shard.name}", hint="dataset_info.json names it"
+                )
+        return found
+
+
+# -- features.json ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A feature with values.
+
+    Args:
+        key: Its path, without "steps".
+        kind: How the values are stored.
+        shape: Shape of one value; -1 where it is not declared.
+        dtype: Type of tensors and images.
+        encoding: Of tensors stored as bytes: "bytes" or "zlib".
+        ranks: How many sequences lie between a step and a value.
+    """
+
+    key: Key
+    kind: Literal["tensor", "image", "text"]
+    shape: tuple[int, ...] = ()
+    dtype: np.dtype[Any] | None = None
+    encoding: str = "none"
+    ranks: int = 0
+
+    def nested(self) -> _Leaf:
+        """Return the feature as values of a sequence."""
+        return _Leaf(self.key, self.kind, self.shape, self.dtype, self.encoding, self.ranks + 1)
+
+
+def _read_features(features: Mapping[str, Any], folder: Path) -> tuple[list[_Leaf], list[_Leaf], list[str]]:
+    """Return the features of a step, those outside the steps, and the names of those left out."""
+    path = folder / "features.json"
+    left_out: list[str] = []
+    try:
+        children = dict(features["featuresDict"]["features"])
+        steps = children.pop("steps")["sequence"]["feature"]
+        of_steps = list(_walk(steps, (), ("steps",), left_out))
+        outside = [leaf for name, node in children.items() for leaf in _walk(node, (name,), (), left_out)]
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise SchemaError(
+            f"{path} does not describe episodes: {exc!r}",
+            hint='the features of RLDS have a data set "steps"',
+        ) from exc
+    kept: list[_Leaf] = []
+    for leaf in of_steps:
+        if leaf.kind == "text" and leaf.ranks:
+            left_out.append(".".join(("steps", *leaf.key)))
+        else:
+            kept.append(leaf)
+    metadata: list[_Leaf] = []
+    for leaf in outside:
+        if leaf.kind == "image" or leaf.ranks or prod(leaf.shape) > _FACT_VALUES or -1 in leaf.shape:
+            left_out.append(".".join(leaf.key))
+        else:
+            metadata.append(leaf)
+    for name in ("observation", "action"):
+        if not any(leaf.key[0] == name for leaf in kept):
+            raise SchemaError(f"{path} has no feature 'steps/{name}'")
+    return kept, metadata, left_out
+
+
+def _walk(node: Mapping[str, Any], key: Key, above: Key, left_out: list[str]) -> Iterator[_Leaf]:
+    name = ".".join((*above, *key))
+    if "featuresDict" in node:
+        for child, below in (node["featuresDict"].get("features") or {}).items():
+            yield from _walk(below, (*key, child), above, left_out)
+    elif "sequence" in node:
+        for leaf in _walk(node["sequence"]["feature"], key, above, left_out):
+            yield leaf.nested()
+    elif "text" in node:
+        yield _Leaf(key, "text")
+    elif "image" in node:
+        yield _Leaf(key, "image", _shape(node["image"]), np.dtype(node["image"].get("dtype") or np.uint8))
+    elif "classLabel" in node:
+        yield _Leaf(key, "tensor", (), np.dtype(np.int64))
+    elif "boundingBox" in node:
+        yield _Leaf(key, "tensor", (4,), np.dtype(np.float32))
+    elif "tensor" in node:
+        yield from _tensor(node["tensor"], key, name, left_out)
+    elif "type" in node:
+        raise SchemaError(
+            f"feature {name!r} is described as TensorFlow Datasets before 4.4 did",
+            hint="write features.json anew with a current version",
+        )
+    else:
+        left_out.append(name)
+
+
+def _tensor(node: Mapping[str, Any], key: Key, name: str, left_out: list[str]) -> Iterator[_Leaf]:
+    shape, text = _shape(node), str(node.get("dtype", ""))
+    if text in ("string", "object"):
+        if shape:
+            left_out.append(name)
+        else:
+            yield _Leaf(key, "text")
+        return
+    try:
+        dtype = np.dtype(text)
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "biuf":
+        raise SchemaError(f"feature {name!r} has the type {text!r}, which cannot be read")
+    encoding = str(node.get("encoding") or "none").lower()
+    if encoding not in ("none", "bytes", "zlib"):
+        raise SchemaError(f"feature {name!r} has the encoding {encoding!r}, which cannot be read")
+    if -1 in shape:
+        raise SchemaError(
+            f"feature {name!r} has the shape {list(shape)}: values of different shapes cannot be read"
+        )
+    yield _Leaf(key, "tensor", shape, dtype, encoding)
+
+
+def _shape(node: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(int(size) for size in (node.get("shape") or {}).get("dimensions") or ())
+
+
+# -- the values of a record ------------------------------------------------------------------------------
+
+
+class _Steps:
+    """The steps of one record: numbers decoded, images decoded when they are read."""
+
+    def __init__(self, leaves: Sequence[_Leaf], example: Example) -> None:
+        self._numbers: dict[Key, Array] = {}
+        self._images: dict[Key, list[bytes]] = {}
+        self._image_types = {leaf.key: leaf.dtype for leaf in leaves if leaf.kind == "image"}
+        self._texts: dict[Key, list[str]] = {}
+        lengths: dict[str, int] = {}
+        for leaf in leaves:
+            name = "/".join(("steps", *leaf.key))
+            count = self._add(leaf, name, example)
+            lengths[name] = count
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+            raise SchemaError(f"the features have different numbers of steps: {shown}")
+        self._count = next(iter(lengths.values()))
+
+    def __len__(self) -> int:
+        """Return the number of steps in the record."""
+        return self._count
+
+    def _add(self, leaf: _Leaf, name: str, example: Example) -> int:
+        dims: tuple[int, ...] = ()
+        if leaf.ranks:
+            dims = _sequence_dims(leaf, name, example)
+            name = f"{name}/ragged_flat_values"
+        if name not in example:
+            raise SchemaError(f"the record has no feature {name!r}")
+        if leaf.kind == "tensor":
+            values = _numbers_of(leaf, name, example)
+            size = prod((*dims, *leaf.shape))
+            if not size or values.size % size:
+                raise SchemaError(
+                    f"{name!r} has {values.size} values; steps of the shape {[*dims, *leaf.shape]} need "
+                    f"a multiple of {size}"
+                )
+            self._numbers[leaf.key] = values.reshape(-1, *dims, *leaf.shape)
+            return len(self._numbers[leaf.key])
+        found = _bytes_of(name, example)
+        if leaf.kind == "text":
+            self._texts[leaf.key] = [_text(value) for value in found]
+        elif dims:
+            raise SchemaError(f"{name!r} has several images per step, which cannot be read")
+        else:
+            self._images[leaf.key] = found
+        return len(found)
+
+    def last(self, name: str) -> bool | None:
+        """Return a flag of the last step, None if the data set does not have it."""
+        found = self._numbers.get((name,))
+        return None if found is None else bool(found.reshape(len(found), -1)[-1].any())
+
+    def facts(self, count: int) -> dict[str, Any]:
+        """Return the texts of the first steps."""
+        return {
+            ".".join(key): text_fact(texts[: max(1, count)]) for key, texts in self._texts.items() if texts
+        }
+
+    def row_bytes(self) -> int:
+        """Return how many bytes the values of a step take."""
+        total = sum(values.nbytes // max(1, self._count) for values in self._numbers.values())
+        return total + sum(decode_image(images[0]).nbytes for images in self._images.values() if images)
+
+    def read(self, start: int, stop: int, states_stop: int) -> tuple[dict[Key, Array], Any]:
+        """Return the values of some steps by key, and the observations up to `states_stop`."""
+        values: dict[Key, Array] = {}
+        states: dict[Key, Array] = {}
+        for key, rows in self._numbers.items():
+            is_state = key[0] == "observation"
+            (states if is_state else values)[key] = rows[start : states_stop if is_state else stop]
+        for key, images in self._images.items():
+            is_state = key[0] == "observation"
+            part = images[start : states_stop if is_state else stop]
+            pixels = _pixels(".".join(key), part, self._image_types[key])
+            (states if is_state else values)[key] = pixels
+        return values, _tree("observation", states)
+
+
+def _pixels(name: str, images: Sequence[bytes], dtype: np.dtype[Any] | None) -> Array:
+    """Return images of a declared type; one of float32 is kept as four channels of bytes."""
+    found = decode_images(name, images)
+    if dtype is None or found.dtype == dtype:
+        return found
+    if dtype == np.float32:
+        if found.dtype != np.uint8 or found.shape[1] != 4:
+            raise SchemaError(f"{name!r} has images of float32, which need four channels of bytes")
+        return np.ascontiguousarray(np.moveaxis(found, 1, -1)).view("<f4").transpose(0, 3, 1, 2)
+    # Pillow reads 16-bit PNG files of several channels as 8 bits: the values are not those of the file.
+    if dtype.kind not in "iu" or found.dtype.kind not in "biu" or found.dtype.itemsize < dtype.itemsize:
+        raise SchemaError(f"{name!r} has images of {found.dtype}; features.json says {dtype}")
+    return found.astype(dtype)
+
+
+def _sequence_dims(leaf: _Leaf, name: str, example: Example) -> tuple[int, ...]:
+    """Return the lengths of the sequences in a step, which must be equal."""
+    dims = []
+    for rank in range(leaf.ranks):
+        lengths = example.get(f"{name}/ragged_row_lengths_{rank}")
+        if not isinstance(lengths, np.ndarray) or lengths.dtype.kind != "i" or not lengths.size:
+            raise SchemaError(f"the record has no feature '{name}/ragged_row_lengths_{rank}'")
+        if lengths.min() != lengths.max():
+            raise SchemaError(
+                f"{name!r} is ragged: it has between {lengths.min()} and {lengths.max()} values per step, "
+                "and a field needs one shape"
+            )
+        dims.append(int(lengths[0]))
+    return tuple(dims)
+
+
+def _numbers_of(leaf: _Leaf, name: str, example: Example) -> Array:
+    found = example[name]
+    assert leaf.dtype is not None
+    if found is None:
+        return np.zeros(0, leaf.dtype)
+    if leaf.encoding == "none":
+        if isinstance(found, list) or (found.dtype.kind == "f") != (leaf.dtype.kind == "f"):
+            kind = "bytes" if isinstance(found, list) else found.dtype
+            raise SchemaError(f"{name!r} has values of {kind}; features.json says {leaf.dtype}")
+        return found != 0 if leaf.dtype.kind == "b" else found.astype(leaf.dtype, copy=False)
+    values = _bytes_of(name, example)
+    if leaf.encoding == "zlib":
+        most = max(1, prod(leaf.shape)) * leaf.dtype.itemsize
+        # One byte more than declared is enough to see that the value has the wrong length.
+        values = [zlib.decompressobj().decompress(value, most + 1) for value in values]
+    return np.frombuffer(b"".join(values), leaf.dtype)
+
+
+def _bytes_of(name: str, example: Example) -> list[bytes]:
+    found = example[name]
+    if found is None:
+        return []
+    if not isinstance(found, list):
+        raise SchemaError(f"{name!r} has values of {found.dtype}; bytes are expected")
+    return found
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _end(steps: _Steps) -> End:
+    if steps.last("is_terminal"):
+        return "terminated"
+    return "cut" if steps.last("is_last") is False else "truncated"
+
+
+def _facts_of(metadata: Sequence[_Leaf], example: Example) -> dict[str, Any]:
+    """Return the numbers and texts outside the steps; `episode_metadata` is no part of their names."""
+    found: dict[str, Any] = {}
+    for leaf in metadata:
+        name = "/".join(leaf.key)
+        if example.get(name) is None:
+            continue
+        key = leaf.key[1:] if len(leaf.key) > 1 and leaf.key[0] == "episode_metadata" else leaf.key
+        if leaf.kind == "text":
+            texts = [_text(value) for value in _bytes_of(name, example)]
+            found[".".join(key)] = texts[0] if len(texts) == 1 else texts
+        else:
+            values = _numbers_of(leaf, name, example)
+            if values.size != prod(leaf.shape):
+                raise SchemaError(f"{name!r} has {values.size} values; its shape is {list(leaf.shape)}")
+            found[".".join(key)] = values.reshape(leaf.shape).tolist()
+    return found
+
+
+def _tree(name: str, values: Mapping[Key, Array]) -> Any:
+    """Return the values below a name as nested mappings, or the array of that name."""
+    found: dict[str, Any] = {}
+    for key, rows in values.items():
+        if key[0] != name:
+            continue
+        if len(key) == 1:
+            return rows
+        below = found
+        for part in key[1:-1]:
+            below = below.setdefault(part, {})
+        below[key[-1]] = rows
+    return found
