@@ -3,13 +3,15 @@
 Source of the format: Dopamine's `circular_replay_buffer.py` of 2019 and `logged_replay_buffer.py` of
 https://github.com/google-research/batch_rl. A checkpoint N is six files,
 `$store$_{observation,action,reward,terminal}_ckpt.N.gz`, `add_count_ckpt.N.gz` and
-`invalid_range_ckpt.N.gz`, each one gzip stream of one .npy array.
+`invalid_range_ckpt.N.gz`, each one gzip stream of one .npy array. TorchRL keeps the same arrays in a folder N
+per checkpoint, as memory maps of tensordict.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,10 +29,11 @@ from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
 from expstore.exchange.base import open_to_read
 
-__all__ = ["AtariDQNReader"]
+__all__ = ["CHECKPOINT_FILES", "AtariDQNReader", "torchrl_checkpoints"]
 
 _COLUMNS = ("observation", "action", "reward", "terminal")
-_NAMES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "invalid_range")
+#: The files of a checkpoint, without `_ckpt.N.gz`.
+CHECKPOINT_FILES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "invalid_range")
 _FILE = re.compile(r"^(.+)_ckpt\.(\d+)\.gz$")
 #: Rows of zeros that Dopamine puts before every episode: the stack of frames less one.
 _PADDING = 3
@@ -50,7 +53,8 @@ class AtariDQNReader(Reader):
     clipped to [-1, 1], and the fields of every data set.
 
     Args:
-        source: Folder of the files, as in `Pong/1/replay_logs`, or of the run, `Pong/1`.
+        source: Folder of the files, as in `Pong/1/replay_logs`, or of the run, `Pong/1`; or the folder in
+            which TorchRL keeps a run, `~/.cache/torchrl/atari/Pong/1`.
         runs: Read only so many checkpoints, the first ones. None: all of them.
 
     Raises:
@@ -68,9 +72,9 @@ class AtariDQNReader(Reader):
         if not disk.is_dir(folder):
             raise NotFoundError(f"there is no folder {folder}")
         self._folder = folder / "replay_logs" if disk.is_dir(folder / "replay_logs") else folder
-        found: dict[int, dict[str, Path]] = {}
+        found = torchrl_checkpoints(self._folder)
         for name in disk.names(self._folder):
-            if (match := _FILE.match(name)) and match[1] in _NAMES:
+            if (match := _FILE.match(name)) and match[1] in CHECKPOINT_FILES:
                 found.setdefault(int(match[2]), {})[match[1]] = self._folder / name
         if not found:
             raise NotFoundError(
@@ -78,7 +82,7 @@ class AtariDQNReader(Reader):
                 hint="files are called $store$_observation_ckpt.0.gz, ...; quote the $ in a shell",
             )
         for number, files in found.items():
-            if absent := [name for name in _NAMES if name not in files]:
+            if absent := [name for name in CHECKPOINT_FILES if name not in files]:
                 raise SchemaError(f"checkpoint {number} in {self._folder} has no {', '.join(absent)}")
         if runs is not None and runs < 1:
             raise SchemaError(f"runs={runs} is not a positive number of checkpoints")
@@ -152,10 +156,27 @@ class AtariDQNReader(Reader):
 
     def _read_count(self, number: int) -> tuple[int, list[int]]:
         files = self._found[number]
-        with _decompressed(files["add_count"]) as one, _decompressed(files["invalid_range"]) as other:
-            count = np.lib.format.read_array(one, allow_pickle=False)
-            invalid = np.lib.format.read_array(other, allow_pickle=False)
-        return int(count), [int(slot) for slot in invalid.reshape(-1)]
+        count, invalid = (_read_whole(files[name]) for name in ("add_count", "invalid_range"))
+        return int(count.reshape(-1)[0]), [int(slot) for slot in invalid.reshape(-1)]
+
+
+def torchrl_checkpoints(folder: Path) -> dict[int, dict[str, Path]]:
+    """Return the arrays of the checkpoints that TorchRL keeps in a folder, by number and name."""
+    disk = ReadingDisk()
+    found: dict[int, dict[str, Path]] = {}
+    for name in disk.names(folder):
+        if name.isdecimal() and disk.exists(folder / name / "add_count.memmap"):
+            data = folder / name / "data"
+            paths = {
+                "$store$_observation": data / "observation.memmap",
+                "$store$_action": data / "action.memmap",
+                "$store$_reward": data / "next" / "reward.memmap",
+                "$store$_terminal": data / "next" / "terminated.memmap",
+                "add_count": folder / name / "add_count.memmap",
+                "invalid_range": folder / name / "invalid_range.memmap",
+            }
+            found[int(name)] = {key: path for key, path in paths.items() if disk.exists(path)}
+    return found
 
 
 def _name_of(folder: Path) -> str:
@@ -240,9 +261,8 @@ class _Checkpoint:
 
     def _open(self) -> None:
         for name in _COLUMNS:
-            stream = self._opened.enter_context(_decompressed(self._files[f"$store$_{name}"]))
+            stream, shape, dtype = self._opened.enter_context(_open_array(self._files[f"$store$_{name}"]))
             self._streams.append(stream)
-            shape, dtype = _read_header(stream)
             wanted = 3 if name == "observation" else 1
             if len(shape) != wanted or dtype.kind not in "biuf":
                 raise SchemaError(f"{name} of checkpoint {self._number} has shape {list(shape)} of {dtype}")
@@ -273,8 +293,7 @@ class _Checkpoint:
         """Return the row of the last slot, which a second pass over the files finds."""
         found = []
         for name, shape, dtype in zip(_COLUMNS, self._shapes, self._dtypes, strict=True):
-            with _decompressed(self._files[f"$store$_{name}"]) as stream:
-                _read_header(stream)
+            with _open_array(self._files[f"$store$_{name}"]) as (stream, _, _):
                 _skip(stream, (shape[0] - 1) * int(np.prod(shape[1:])) * dtype.itemsize)
                 found.append(_read_rows(stream, shape, dtype, 1))
         return self._rows(found)
@@ -290,6 +309,27 @@ def _decompressed(path: Path) -> Iterator[gzip.GzipFile]:
     with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
         with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
             yield stream
+
+
+@contextmanager
+def _open_array(path: Path) -> Iterator[tuple[Any, tuple[int, ...], np.dtype[Any]]]:
+    """Open an array; yield what reads its rows, its shape and its dtype."""
+    if path.suffix == ".gz":
+        with _decompressed(path) as stream:
+            yield (stream, *_read_header(stream))
+        return
+    about = json.loads(ReadingDisk().read_whole((path.parent / "meta.json").resolve()))[path.stem]
+    shape = tuple(int(one) for one in about["shape"])
+    if path.stem == "observation":
+        shape = (shape[0] - 1, *shape[1:])  # TorchRL puts a frame of zeros behind the last one
+    with open_to_read(path) as file:
+        yield file, shape, np.dtype(str(about["dtype"]).removeprefix("torch."))
+
+
+def _read_whole(path: Path) -> Array:
+    """Return a whole array."""
+    with _open_array(path) as (stream, shape, dtype):
+        return _read_rows(stream, (1, *shape), dtype, 1)
 
 
 def _read_header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -1,0 +1,135 @@
+"""Read OpenML's classification data sets, as bandits: features `X` and the class `y` of every row.
+
+Source of the formats: ARFF, https://waikato.github.io/weka-wiki/formats_and_processing/arff/, read by SciPy;
+CSV, read by pandas. scikit-learn prepares the features as TorchRL's `OpenMLExperienceReplay` has it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast, get_args
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.datasets.episode import Part, Reader, Rows
+from expstore.disk.files import ReadingDisk
+from expstore.disk.local_path import local_path
+from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.exchange.base import open_to_read, required
+
+__all__ = ["OpenMLName", "OpenMLReader"]
+
+OpenMLName = Literal[
+    "adult_num", "adult_onehot", "mushroom_num", "mushroom_onehot", "covertype", "shuttle", "magic"
+]
+
+#: Of adult, what is predicted: not the income, which OpenML has as the class.
+_ADULT_CLASS = "occupation"
+_ROWS = 65_536
+
+
+class OpenMLReader(Reader):
+    """Read one of OpenML's data sets: rows `X` float64 `(n, features)` and `y` int64 `(n,)`.
+
+    Names that end with `_num` have categories as numbers, those with `_onehot` as one-hot vectors; numbers
+    are scaled to mean 0 and variance 1. The last column of the file is the class; of adult, rows with missing
+    values are left out, and `occupation` is the class. The file is read into memory as a whole.
+
+    Args:
+        source: An ARFF or a CSV file.
+        name: How the columns are prepared. None: by the name of the file, its beginning.
+
+    Raises:
+        NotFoundError: There is no such file.
+        SchemaError: The name is unknown, or the file does not have the columns.
+        ModuleNotFoundError: scikit-learn or pandas is not installed.
+
+    Example:
+        >>> import_dataset(OpenMLReader("shuttle.arff", name="shuttle"), "shuttle.exp").rows
+        58000
+    """
+
+    format: ClassVar[str] = "openml"
+
+    def __init__(self, source: str | Path, *, name: OpenMLName | None = None) -> None:
+        self._path, disk = local_path(source), ReadingDisk()
+        if not disk.exists(self._path) or disk.is_dir(self._path):
+            raise NotFoundError(f"there is no file {self._path}")
+        names: tuple[str, ...] = get_args(OpenMLName)
+        if name is None:
+            fitting = [one for one in names if self._path.name.startswith(one)]
+            name = cast(OpenMLName, fitting[0]) if fitting else None
+        if name not in names:
+            raise SchemaError(
+                f"{name or self._path.name!r} is not one of {', '.join(names)}", hint="give name="
+            )
+        self._name = name
+        required("sklearn.preprocessing")
+        self._pandas = required("pandas")
+
+    def parts(self) -> list[Part]:
+        """Return the file."""
+        return [Part(name=self._path.name, files=[self._path])]
+
+    def options(self) -> Mapping[str, Any]:
+        """Return how the columns are prepared."""
+        return {"name": self._name}
+
+    def episodes(self, part: Part) -> Iterator[Rows]:
+        """Yield the rows in their order."""
+        features, classes = self._prepare(self._read())
+        for start in range(0, len(classes), _ROWS):
+            rows = slice(start, start + _ROWS)
+            yield Rows(columns_by_key={"X": features[rows], "y": classes[rows]})
+
+    def _read(self) -> Any:
+        """Return the table: categories as pandas has them, missing values as NaN."""
+        with open_to_read(self._path) as raw:
+            if self._path.suffix.lower() == ".csv":
+                try:
+                    table = self._pandas.read_csv(raw, na_values=["?"], skipinitialspace=True)
+                except (ValueError, UnicodeDecodeError) as exc:
+                    raise StorageError(f"cannot read {self._path} as CSV: {exc}") from exc
+                texts = table.select_dtypes(exclude=["number", "bool"]).columns
+                return table.astype(dict.fromkeys(texts, "category"))
+            arff = required("scipy.io.arff")
+            text = bytes(raw.read()).decode("utf-8", "replace")
+        try:
+            values, about = arff.loadarff(io.StringIO(text))
+        except (arff.ArffError, ValueError, NotImplementedError, StopIteration, IndexError) as exc:
+            raise StorageError(f"cannot read {self._path} as ARFF: {exc}") from exc
+        table = self._pandas.DataFrame(values)
+        for column in about.names():
+            if about[column][0] == "nominal":
+                table[column] = table[column].str.decode("utf-8").replace("?", None).astype("category")
+        return table
+
+    def _prepare(self, table: Any) -> tuple[Array, Array]:
+        """Return features and classes."""
+        prepare = required("sklearn.preprocessing")
+        if len(table.columns) < 2 or not len(table):
+            raise SchemaError(f"{self._path} has {len(table.columns)} columns and {len(table)} rows")
+        X, y = table.iloc[:, :-1].copy(), table.iloc[:, -1]
+        is_adult, is_mushroom = self._name.startswith("adult"), self._name.startswith("mushroom")
+        if is_adult:
+            if _ADULT_CLASS not in X:
+                raise SchemaError(f"{self._path} has no column {_ADULT_CLASS!r}")
+            X = X[~X.isna().any(axis=1)].copy()
+            y = X.pop(_ADULT_CLASS)
+        categories = list(X.columns if is_mushroom else X.select_dtypes(include=["category"]).columns)
+        if categories and not (is_adult or is_mushroom):
+            raise SchemaError(f"{self._path} has the columns {', '.join(categories)}, which are no numbers")
+        for column in categories:
+            X[column] = prepare.LabelEncoder().fit_transform(X[column].astype(object))
+        if self._name.endswith("_onehot"):
+            encoded = prepare.OneHotEncoder(sparse_output=False).fit_transform(X[categories])
+            numbers = X.drop(columns=categories)
+            scaled = [prepare.StandardScaler().fit_transform(numbers)] if len(numbers.columns) else []
+            features = np.concatenate([*scaled, encoded], axis=1)
+        else:
+            features = prepare.StandardScaler().fit_transform(X)
+        classes = prepare.LabelEncoder().fit_transform(y.astype(object) if y.dtype == "category" else y)
+        return np.asarray(features, np.float64), np.asarray(classes, np.int64)

@@ -1,0 +1,179 @@
+"""Folders of TensorDict and dumps of TorchRL's buffers are read in place, as what they hold."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+
+import expstore
+from expstore import NotFoundError, SchemaError, StorageError
+from expstore.cli.app import run
+from expstore.datasets import TensorDictReader, import_dataset, tensordict_folder
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of importing torchrl's collectors
+    from torchrl.data import LazyMemmapStorage, TensorDictReplayBuffer
+
+
+def rows(first: int, count: int, *, every: int = 5) -> TensorDict:
+    """Return rows of TorchRL's layout; every fifth one ends an episode."""
+    at = torch.arange(first, first + count)
+    done = (at % every == every - 1)[:, None]
+    state = at[:, None].float() + torch.zeros(3)
+    return TensorDict(
+        {
+            "observation": state,
+            "action": at % 4,
+            "next": {
+                "observation": state + 1,
+                "reward": at[:, None].float(),
+                "done": done,
+                "terminated": done & (at[:, None] % 2 == 0),
+                "truncated": done & (at[:, None] % 2 == 1),
+            },
+        },
+        [count],
+    )
+
+
+def imported(tmp_path: Path, source: Path) -> tuple[TensorDict, list[Any], dict[str, Any]]:
+    target = tmp_path / f"{len(list(tmp_path.iterdir()))}.exp"
+    import_dataset(TensorDictReader(source), target)
+    with expstore.open(target, mode="r") as rb:
+        return rb[:], rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall(), rb.meta
+
+
+def same(found: TensorDict, wanted: TensorDict) -> bool:
+    return all(torch.equal(found[key], wanted[key]) for key in wanted.keys(True, True))
+
+
+@pytest.mark.parametrize("piece", [1, 200, 16 << 20])
+def test_a_memory_map_folder(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensordict_folder, "_PIECE_BYTES", piece)
+    data = rows(0, 12)
+    data[11:12] = rows(90, 1)  # a seam that no flag says
+    data["where"] = NonTensorData("here", batch_size=[12])
+    data["what"] = NonTensorData("x", batch_size=[12])
+    data.memmap(tmp_path / "td")
+    about = tmp_path / "td" / "what" / "meta.json"  # as objects are kept that JSON cannot hold
+    said = json.loads(about.read_text())
+    del said["data"]
+    about.write_text(json.dumps(said))
+    (about.parent / "other.pickle").write_bytes(b"never read")
+    found, episodes, meta = imported(tmp_path, tmp_path / "td")
+    assert same(found, data.exclude("where", "what"))
+    assert episodes == [(5, "terminated"), (5, "truncated"), (1, "cut"), (1, "cut")]
+    assert meta["tensordict"] == {"values": {"where": "here"}, "left_out": ["what"]}
+
+
+def test_rows_of_any_keys(tmp_path: Path) -> None:
+    data = TensorDict({"X": torch.randn(7, 2), "deep": {"y": torch.arange(7), "z": torch.rand(7) > 0.5}}, [7])
+    data.memmap(tmp_path / "td")
+    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    assert same(found, data)
+    assert episodes == [(7, "cut")]
+
+
+@pytest.mark.parametrize("count", [4, 10, 23])
+def test_a_dump_of_torchrls_buffer(tmp_path: Path, count: int) -> None:
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(10))
+    data = rows(0, count)
+    for first in range(0, count, 3):
+        rb.extend(data[first : first + 3])
+    rb.dumps(tmp_path / "dump")
+    found, episodes, _ = imported(tmp_path, tmp_path / "dump")
+    assert same(found, data[-10:])  # the oldest row first, as it was written
+    assert sum(length for length, _ in episodes) == min(10, count)
+
+
+def test_interleaved_trajectories(tmp_path: Path) -> None:
+    data = torch.stack([rows(0, 10, every=100), rows(50, 10, every=100)], 1).reshape(-1)
+    data["collector", "traj_ids"] = torch.arange(20) % 2
+    data.memmap(tmp_path / "td")
+    found, episodes, _ = imported(tmp_path, tmp_path / "td")
+    assert same(found, data)
+    assert episodes == [(10, "cut"), (10, "cut")]
+
+
+def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensordict_folder, "_PIECE_BYTES", 300)
+    data = rows(0, 40)
+    data.memmap(tmp_path / "td")
+    _, whole, _ = imported(tmp_path, tmp_path / "td")
+    for stop in range(3, 40, 7):
+        target = tmp_path / f"stopped{stop}.exp"
+
+        def interrupt(done: int, total: int, stop: int = stop) -> None:
+            if done >= stop:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            import_dataset(TensorDictReader(tmp_path / "td"), target, progress=interrupt)
+        assert not target.exists()
+        import_dataset(TensorDictReader(tmp_path / "td"), target)
+        with expstore.open(target, mode="r") as rb:
+            assert same(rb[:], data)
+            found = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+            assert found == whole
+
+
+def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows(0, 12).memmap(tmp_path / "td")
+    assert run(["import", str(tmp_path / "td"), str(tmp_path / "x.exp")]) == 0
+    assert "holds 12 rows of 3 episodes" in capsys.readouterr().out
+
+
+def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
+    data = rows(0, 12)
+    data.memmap(tmp_path / "td")
+    file, about = tmp_path / "td/observation.memmap", tmp_path / "td/meta.json"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1])
+    with pytest.raises(StorageError, match=r"observation.memmap has 143 bytes; \[12, 3\] float32 are 144"):
+        TensorDictReader(tmp_path / "td")
+    file.unlink()
+    with pytest.raises(NotFoundError, match="there is no file"):
+        TensorDictReader(tmp_path / "td")
+    file.write_bytes(good)
+    said = json.loads(about.read_text())
+    for change, text in (
+        ({"dtype": "torch.bfloat16"}, "'observation' is torch.bfloat16"),
+        ({"shape": [6, 6]}, "different lengths"),
+        ({"shape": [-1, 1]}, r"has the shape \[-1, 1\]"),
+        ({"shape": "x"}, "has the shape 'x'"),
+    ):
+        about.write_text(json.dumps({**said, "observation": {**said["observation"], **change}}))
+        with pytest.raises(SchemaError, match=text):
+            TensorDictReader(tmp_path / "td")
+    about.write_text(json.dumps({**said, "../../x": said["observation"]}))
+    with pytest.raises(SchemaError, match="which is no name of a field"):
+        TensorDictReader(tmp_path / "td")
+    about.write_text("{")
+    with pytest.raises(SchemaError, match="is neither a memory-map folder"):
+        TensorDictReader(tmp_path / "td")
+    with pytest.raises(NotFoundError, match="there is no folder"):
+        TensorDictReader(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("cursor", [99, -1, "x", 2.5])
+def test_a_place_outside_of_the_ring_is_refused(tmp_path: Path, cursor: Any) -> None:
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(5))
+    rb.extend(rows(0, 5))
+    rb.dumps(tmp_path / "dump")
+    (tmp_path / "dump/writer/metadata.json").write_text(json.dumps({"cursor": cursor}))
+    with pytest.raises(SchemaError, match="a number from 0 to 5 is expected"):
+        TensorDictReader(tmp_path / "dump")
+
+
+def test_a_dump_of_several_dims_is_refused(tmp_path: Path) -> None:
+    rb = TensorDictReplayBuffer(storage=LazyMemmapStorage(20, ndim=2))
+    rb.extend(torch.stack([rows(0, 3), rows(50, 3)]))
+    rb.dumps(tmp_path / "dump")
+    with pytest.raises(SchemaError, match="a storage with 2 dims"):
+        TensorDictReader(tmp_path / "dump")
