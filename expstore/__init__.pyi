@@ -14,8 +14,6 @@ from expstore._open import open as open
 from expstore.buffers.ensemble import ReplayBufferEnsemble as ReplayBufferEnsemble
 from expstore.buffers.hindsight import HERReplayBuffer as HERReplayBuffer
 from expstore.buffers.hindsight import HindsightStrategy as HindsightStrategy
-from expstore.buffers.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
-from expstore.buffers.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from expstore.buffers.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from expstore.buffers.prioritized import (
     TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer,
@@ -30,6 +28,8 @@ from expstore.collectors.gymnasium import Collector as Collector
 from expstore.core.rate_limiters import MinSize as MinSize
 from expstore.core.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.core.retention_policy import Retain as Retain
+from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
+from expstore.datasets.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from expstore.errors import CorruptionError as CorruptionError
 from expstore.errors import ExpStoreError as ExpStoreError
 from expstore.errors import LockedError as LockedError

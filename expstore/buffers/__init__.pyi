@@ -1,8 +1,6 @@
 from expstore.buffers.ensemble import ReplayBufferEnsemble as ReplayBufferEnsemble
 from expstore.buffers.hindsight import HERReplayBuffer as HERReplayBuffer
 from expstore.buffers.hindsight import HindsightStrategy as HindsightStrategy
-from expstore.buffers.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
-from expstore.buffers.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from expstore.buffers.prioritized import PrioritizedReplayBuffer as PrioritizedReplayBuffer
 from expstore.buffers.prioritized import (
     TensorDictPrioritizedReplayBuffer as TensorDictPrioritizedReplayBuffer,

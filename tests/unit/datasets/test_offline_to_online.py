@@ -23,6 +23,7 @@ from expstore import (
 )
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
+from tests.unit.datasets.test_d4rl import arrays, write
 
 pytestmark = pytest.mark.index
 
@@ -153,8 +154,10 @@ def test_what_torchrl_refuses_is_refused(keywords: dict[str, Any]) -> None:
 def test_what_does_not_go_together_is_told() -> None:
     with pytest.raises(ValueError, match="batch_size must be provided"):
         made().sample()
-    with pytest.raises(ValueError, match=r"not loaded by name here, got 'minari:x'"):
-        OfflineToOnlineReplayBuffer("minari:x", online_capacity=3)
+    with pytest.raises(ValueError, match="batch_size must be provided when offline_dataset is a string"):
+        OfflineToOnlineReplayBuffer("d4rl:x", online_capacity=3)
+    with pytest.raises(ValueError, match="Unknown dataset source 'nobody'"):
+        OfflineToOnlineReplayBuffer("nobody:x", online_capacity=3, batch_size=4)
     rb = made()
     rb.extend(rows(10, 1.0).rename_key_("x", "y"))
     with pytest.raises(SchemaError, match=r"the data set alone has the fields \['x'\].*alone \['y'\]"):
@@ -223,7 +226,7 @@ def test_rows_of_torchrls_buffers_are_copied() -> None:
 
 def test_what_cannot_be_copied_is_told() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(ValueError, match="not loaded by name"):
+    with pytest.raises(KeyError, match="Env x not found"):
         prefill_replay_buffer(rb, "d4rl:x")
     with pytest.raises(ValueError, match="chunk_size=0"):
         prefill_replay_buffer(rb, rb, chunk_size=0)
@@ -231,3 +234,15 @@ def test_what_cannot_be_copied_is_told() -> None:
     lanes.extend(rows(10, 0.0).reshape(2, 5))
     with pytest.raises(ValueError, match="several dims"):
         prefill_replay_buffer(rb, lanes)
+
+
+def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
+    source = write(tmp_path / "hopper.hdf5", arrays())
+    rb = OfflineToOnlineReplayBuffer(
+        "d4rl:hopper-medium-v2", online_capacity=50, batch_size=8, source=source, use_truncated_as_done=False
+    )
+    assert len(rb) == 12
+    assert rb.sample()["observation"].shape == (8, 3)
+    copy = ReplayBuffer(storage=LazyTensorStorage(50))
+    assert len(prefill_replay_buffer(copy, "d4rl:hopper-medium-v2", n_samples=10)) == 10

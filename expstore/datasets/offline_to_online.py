@@ -1,7 +1,6 @@
-"""A data set that nobody changes and a buffer that grows, sampled as one; or the one copied into the other.
+"""A data set and a buffer that grows, sampled as one; or the one copied into the other.
 
-Used where learning begins on recorded experience, under TorchRL's names. It never loads data sets by name,
-and never writes to one.
+Used where learning begins on recorded experience, under TorchRL's names. It never writes to a data set.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.core.values import key_name, to_key
+from expstore.datasets.registry import load_dataset
 from expstore.errors import SchemaError
 from expstore.storages.base import Storage
 from expstore.storages.torchrl_tensors import LazyTensorStorage
@@ -41,18 +41,20 @@ class OfflineToOnlineReplayBuffer:
     restart where both are stores; the fraction is what `anneal` was last called with.
 
     Args:
-        offline_dataset: The data set: any buffer, also one of torchrl's.
+        offline_dataset: The data set: any buffer, also one of torchrl's; or a name for `load_dataset`, as in
+            "minari:D4RL/pen/human-v2".
         online_storage: Where new rows go; it or a capacity.
         online_capacity: How many rows are kept in RAM.
         offline_fraction: Which part of a batch is of the data set. Between 0 and 1.
-        batch_size: Of `sample`.
+        batch_size: Of `sample`. It is needed where the data set is a name.
         transform: What is done to batches.
-        dataset_kwargs: Of data sets by name: refused.
+        dataset_kwargs: Of `load_dataset`, where the data set is a name.
 
     Raises:
-        ValueError: The fraction is out of its bounds; storage and capacity are both given, or none; the data
-            set is a name; the batch size is below 1; or the transform looks at other steps.
-        TypeError: The data set is no buffer, or a number is none.
+        ValueError: The fraction is out of its bounds; storage and capacity are both given, or none; the batch
+            size is below 1, or missing; keywords are given for a buffer; or the transform looks at other
+            steps.
+        TypeError: The data set is not a buffer, or an argument is not a number.
 
     Example:
         >>> offline = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -81,8 +83,14 @@ class OfflineToOnlineReplayBuffer:
         if online_storage is None and online_capacity is None:
             raise ValueError("Provide one of online_storage or online_capacity.")
         offline_fraction = _fraction(offline_fraction)
-        _check_dataset(offline_dataset)
-        if dataset_kwargs:
+        if isinstance(offline_dataset, str):
+            if dataset_kwargs.setdefault("batch_size", batch_size) is None:
+                raise ValueError(
+                    "batch_size must be provided when offline_dataset is a string, so the dataset can be "
+                    "constructed."
+                )
+            offline_dataset = load_dataset(offline_dataset, **dataset_kwargs)
+        elif dataset_kwargs:
             raise ValueError(
                 "dataset_kwargs are only forwarded when offline_dataset is a string, got "
                 f"{[*dataset_kwargs]}. Pass them directly to your dataset constructor instead."
@@ -194,13 +202,13 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
 
     Args:
         rb: What is written to.
-        dataset: Any buffer whose rows have one number, also one of torchrl's.
+        dataset: Any buffer whose rows have one number, also one of torchrl's; or a name for `load_dataset`.
         n_samples: How many rows at most; None: all.
         chunk_size: How many are copied at a time.
 
     Raises:
-        ValueError: The data set is a name, its rows have several numbers, or a number is too small.
-        TypeError: One of both is no buffer, or a number is none.
+        ValueError: The rows of the data set have several numbers, or a number is too small.
+        TypeError: One of both is not a buffer, or an argument is not a number.
 
     Example:
         >>> dataset = ReplayBuffer(storage=LazyTensorStorage(50))
@@ -209,7 +217,8 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
         >>> len(prefill_replay_buffer(ReplayBuffer(storage=LazyTensorStorage(100)), dataset, n_samples=20))
         20
     """
-    _check_dataset(dataset)
+    if isinstance(dataset, str):
+        dataset = load_dataset(dataset, batch_size=chunk_size)
     _check_buffer(dataset, "storage", "dataset")
     _check_buffer(rb, "sample", "rb")
     _check_number("chunk_size", chunk_size)
@@ -226,14 +235,6 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
     for first in range(0, rows.size, chunk_size):
         rb.extend(dataset[torch.from_numpy(rows[first : first + chunk_size])])
     return rb
-
-
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, str):
-        raise ValueError(
-            f"data sets are not loaded by name here, got {dataset!r}; give a buffer with its rows, for "
-            "instance that of torchrl.data.datasets.load_dataset"
-        )
 
 
 def _check_buffer(found: Any, method: str, name: str) -> None:

@@ -1,0 +1,229 @@
+"""The DQN replay data set of Atari games as replay buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import numpy as np
+import torch
+
+from expstore.datasets.atari_dqn import CHECKPOINT_FILES, AtariDQNReader
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay, choose_sampler
+from expstore.datasets.download import RemoteFile
+from expstore.datasets.origin import Download, Origin
+from expstore.errors import NotFoundError, StateError
+from expstore.samplers.base import Sampler
+from expstore.writers.writers import Writer
+
+__all__ = ["AtariDQNExperienceReplay"]
+
+_GAMES = [
+    "AirRaid",
+    "Alien",
+    "Amidar",
+    "Assault",
+    "Asterix",
+    "Asteroids",
+    "Atlantis",
+    "BankHeist",
+    "BattleZone",
+    "BeamRider",
+    "Berzerk",
+    "Bowling",
+    "Boxing",
+    "Breakout",
+    "Carnival",
+    "Centipede",
+    "ChopperCommand",
+    "CrazyClimber",
+    "DemonAttack",
+    "DoubleDunk",
+    "ElevatorAction",
+    "Enduro",
+    "FishingDerby",
+    "Freeway",
+    "Frostbite",
+    "Gopher",
+    "Gravitar",
+    "Hero",
+    "IceHockey",
+    "Jamesbond",
+    "JourneyEscape",
+    "Kangaroo",
+    "Krull",
+    "KungFuMaster",
+    "MontezumaRevenge",
+    "MsPacman",
+    "NameThisGame",
+    "Phoenix",
+    "Pitfall",
+    "Pong",
+    "Pooyan",
+    "PrivateEye",
+    "Qbert",
+    "Riverraid",
+    "RoadRunner",
+    "Robotank",
+    "Seaquest",
+    "Skiing",
+    "Solaris",
+    "SpaceInvaders",
+]
+
+_PUBLIC = "gs://atari-replay-datasets/dqn"
+_CHECKPOINTS = 50
+
+
+class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample what one of five DQN agents saw in 50 million steps of an Atari game, frame by frame.
+
+    The public bucket of this data set is gone. Give the files of a run with `source=`, or the address of a
+    copy with `mirror=`.
+
+    Samples have `observation` and `("next", "observation")` `(n, 84, 84)` uint8, `action` `(n,)` int64,
+    `("next", "reward")` `(n, 1)` float32 and `metadata`: `dataset_id`, and of every checkpoint `add_count`
+    `(checkpoints,)` and `invalid_range` `(checkpoints, 5)`. `("next", "observation")` of a last step is 0:
+    the data set does not have it.
+
+    Other than in TorchRL's class, rows are in the order in which the agent made them; a batch has them in the
+    order asked for; a last step is of its own episode; the rows of zeros before each episode are left out;
+    episodes continue over the edge of a checkpoint and never over a gap; flags and rewards have the shape
+    `(n, 1)`; frames are kept compressed, at 1/20 to 1/60 of the size.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: One of `available_datasets`: game and run, as in "Pong/5".
+        batch_size: Of `sample`.
+        root: As in the base.
+        download: As in the base.
+        sampler: As in the base. It overrules the four below.
+        writer: As in the base.
+        transform: As `ReplayBuffer`.
+        num_procs: Accepted for TorchRL's programs. Reading and writing use one thread each, whatever it is.
+        num_slices: How many slices of episodes a batch has; it or `slice_len`.
+        slice_len: How many steps a slice has.
+        strict_len: Whether episodes that are too short for a slice are left out.
+        replacement: Whether rows, or slices, may come again before all others came.
+        mp_start_method: As `num_procs`.
+        source: Folder `replay_logs` of a run, with `$store$_observation_ckpt.0.gz` and so on. As in the base.
+        mirror: Address of a copy of the bucket's folder `dqn`.
+        strict_length: The same as `strict_len`, which TorchRL's documentation calls so.
+        keywords: As `ReplayBuffer`.
+
+    Attributes:
+        available_datasets: All ids.
+
+    Raises:
+        ValueError: There is no such data set.
+        NotFoundError: There are no files: neither `source` nor `mirror` is given.
+        StateError: The store has another number of checkpoints than is asked for.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = AtariDQNExperienceReplay("Pong/5", batch_size=128, source="Pong/5/replay_logs")
+        >>> data.sample()["observation"].shape
+        torch.Size([128, 84, 84])
+    """
+
+    available_datasets: ClassVar[list[str]] = [f"{game}/{run}" for game in _GAMES for run in range(1, 6)]
+    #: How many checkpoints are read, the first ones; None: all 50.
+    _max_runs: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        root: str | Path | None = None,
+        download: Download = True,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        transform: Any = None,
+        num_procs: int = 0,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        strict_len: bool = True,
+        replacement: bool = True,
+        mp_start_method: str = "fork",
+        source: str | Path | None = None,
+        mirror: str | None = None,
+        strict_length: bool | None = None,
+        **keywords: Any,
+    ) -> None:
+        if dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"{dataset_id!r} is not part of the available datasets. The dataset should be named "
+                "<game_name>/<run>, with a run between 1 and 5. All ids: "
+                "AtariDQNExperienceReplay.available_datasets"
+            )
+        if strict_length is not None and not strict_len:
+            raise ValueError("strict_len and strict_length are the same; give one of them")
+        super().__init__(
+            Origin(
+                name="atari",
+                dataset_id=dataset_id,
+                make_reader=partial(AtariDQNReader, runs=self._max_runs),
+                list_files=partial(_list_files, dataset_id, mirror, self._max_runs),
+            ),
+            batch_size,
+            root=root,
+            download=download,
+            source=source,
+            sampler=choose_sampler(
+                sampler,
+                num_slices=num_slices,
+                slice_len=slice_len,
+                strict_length=strict_len if strict_length is None else strict_length,
+                replacement=replacement,
+            ),
+            writer=writer,
+            transform=transform,
+            **keywords,
+        )
+        runs = self.meta["import"]["options"]["runs"]
+        if runs != self._max_runs:
+            self.close()
+            raise StateError(
+                f"{self.data_path} was made of {runs or 'all'} checkpoints, "
+                f"{self._max_runs or 'all'} are asked for",
+                hint='give download="force", or another root=',
+            )
+        checkpoints = list(self.meta["atari"].values())
+        self.set_metadata(
+            {
+                "invalid_range": torch.tensor([one["invalid_range"] for one in checkpoints]),
+                "add_count": torch.tensor([one["add_count"] for one in checkpoints]),
+                "dataset_id": dataset_id,
+            }
+        )
+
+    @property
+    def episodes(self) -> torch.Tensor:  # type: ignore[override]  # TorchRL's name
+        """The number of each row's episode, counted from 0. Shape `(rows,)`, int64."""
+        lengths = self.sql("SELECT length FROM episodes ORDER BY episode_id").fetchall()
+        counts = np.array([length for (length,) in lengths], np.int64)
+        return torch.from_numpy(np.repeat(np.arange(counts.size), counts))
+
+
+def _list_files(dataset_id: str, mirror: str | None, runs: int | None) -> Sequence[RemoteFile]:
+    """Return the files of a run at a mirror.
+
+    Raises:
+        NotFoundError: No mirror is given.
+    """
+    if mirror is None:
+        raise NotFoundError(
+            f"the data set {dataset_id} is not there, and its public bucket, {_PUBLIC}, is gone",
+            hint="give source=, a folder with files like $store$_observation_ckpt.0.gz, or mirror=, the "
+            "address of a copy of the bucket's folder dqn",
+        )
+    base = f"{mirror.rstrip('/')}/{dataset_id}/replay_logs"
+    names = [
+        f"{name}_ckpt.{number}.gz" for number in range(runs or _CHECKPOINTS) for name in CHECKPOINT_FILES
+    ]
+    return [RemoteFile(url=f"{base}/{quote(name)}", name=name) for name in names]

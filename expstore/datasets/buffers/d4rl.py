@@ -1,0 +1,153 @@
+"""D4RL's data sets as replay buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from expstore.core.values import Array
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
+from expstore.datasets.d4rl import D4RLReader
+from expstore.datasets.d4rl_files import D4RL_ADDRESS, d4rl_files, score_bounds
+from expstore.datasets.download import RemoteFile
+from expstore.datasets.origin import Download, Origin
+from expstore.errors import StateError
+from expstore.samplers.base import Sampler
+from expstore.writers.writers import Writer
+
+__all__ = ["D4RLExperienceReplay"]
+
+
+class D4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample one of D4RL's data sets.
+
+    Other than in TorchRL's class, the last row of a file is kept; `("next", "observation")` of a last step is
+    the true one where the file has it; the flags at the root are False; an episode ends where the next row
+    does not continue it; kitchen and antmaze, whose flags are floats, can be read. Data come from the
+    files alone: `from_env` and `direct_download=False`, which need the package d4rl, are refused.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: One of `available_datasets`.
+        batch_size: Of `sample`.
+        sampler: As in the base.
+        writer: As in the base.
+        collate_fn: As `ReplayBuffer`.
+        pin_memory: As `ReplayBuffer`.
+        prefetch: As `ReplayBuffer`.
+        transform: As `ReplayBuffer`.
+        split_trajs: As in the base.
+        from_env: Only False.
+        use_truncated_as_done: Whether `("next", "done")` is also set where an episode is truncated.
+        direct_download: None or True.
+        terminate_on_end: None or True.
+        download: As in the base.
+        root: As in the base.
+        source: The HDF5 file. As in the base.
+        mirror: Address to use in place of `http://rail.eecs.berkeley.edu/datasets/offline_rl`.
+        env_kwargs: Refused.
+
+    Raises:
+        KeyError: There is no such data set.
+        RuntimeError: `env_kwargs` are given.
+        ValueError: `from_env` is True, or `direct_download` or `terminate_on_end` False.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = D4RLExperienceReplay("hopper-medium-v2", batch_size=32)
+        >>> data.sample()["observation"].shape
+        torch.Size([32, 11])
+    """
+
+    available_datasets: ClassVar[list[str]] = list(d4rl_files())
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        split_trajs: bool = False,
+        from_env: bool = False,
+        use_truncated_as_done: bool = True,
+        direct_download: bool | None = None,
+        terminate_on_end: bool | None = None,
+        download: Download = True,
+        root: str | Path | None = None,
+        *,
+        source: str | Path | None = None,
+        mirror: str = D4RL_ADDRESS,
+        **env_kwargs: Any,
+    ) -> None:
+        if env_kwargs:
+            raise RuntimeError(
+                f"Cannot pass env_kwargs when `direct_download=True`. Got env_kwargs keys: {[*env_kwargs]}"
+            )
+        if from_env or direct_download is False:
+            raise ValueError("data sets are read from D4RL's files: leave out from_env and direct_download")
+        if terminate_on_end is False:
+            raise ValueError("terminate_on_end=False needs the package d4rl, which is not used")
+        if dataset_id not in d4rl_files():
+            raise KeyError(f"Env {dataset_id} not found.")
+        super().__init__(
+            Origin(
+                name="d4rl",
+                dataset_id=dataset_id,
+                make_reader=partial(D4RLReader, split_on=_split_on(dataset_id)),
+                list_files=partial(_list_files, dataset_id, mirror),
+            ),
+            batch_size,
+            root=root,
+            download=download,
+            source=source,
+            split_trajs=split_trajs,
+            sampler=sampler,
+            writer=writer,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+        )
+        self._use_truncated_as_done = use_truncated_as_done
+        #: What the file says of itself: the algorithm, its iteration.
+        self.metadata: dict[str, Any] = dict(self.meta.get("d4rl", {}))
+
+    def normalized_score(self, returns: float | Array) -> Any:
+        """Return D4RL's score of returns: 0 for a random policy, 1 for an expert.
+
+        Args:
+            returns: Returns of episodes, any shape.
+
+        Raises:
+            StateError: D4RL has no reference for this data set.
+        """
+        bounds = score_bounds(self.dataset_id)
+        if bounds is None:
+            raise StateError(f"D4RL gives no reference returns for {self.dataset_id}")
+        low, high = bounds
+        return (np.asarray(returns, np.float64) - low) / (high - low)
+
+    def _given(self, *args: Any, **keywords: Any) -> Any:
+        batch = super()._given(*args, **keywords)
+        if not self._use_truncated_as_done:
+            batch["next", "done"] = batch["next", "terminated"].clone()
+        return batch
+
+
+def _split_on(dataset_id: str) -> Any:
+    """Return which flags end an episode: in antmaze and maze2d the goal does not."""
+    return ("timeouts",) if dataset_id.startswith(("antmaze", "maze2d", "bullet-maze2d")) else None
+
+
+def _list_files(dataset_id: str, mirror: str) -> list[RemoteFile]:
+    path = d4rl_files()[dataset_id]
+    return [RemoteFile(url=f"{mirror.rstrip('/')}/{path}", name=path.rpartition("/")[2])]

@@ -1,0 +1,96 @@
+"""Gen-DGRL's data sets as replay buffers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
+from expstore.datasets.download import RemoteFile
+from expstore.datasets.gen_dgrl import GenDGRLReader
+from expstore.datasets.origin import Download, Origin
+
+__all__ = ["GenDGRLExperienceReplay"]
+
+_ADDRESS = "https://dl.fbaipublicfiles.com/DGRL/Procgen/Datasets/Compressed"
+_GAMES = (
+    *("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot"),
+    *("heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"),
+)
+#: Folders and numbers of rows, by category.
+_CATEGORIES = {
+    "1M_E": ("1M/level_200/expert", 1_000_000),
+    "1M_S": ("1M/level_200/suboptimal", 1_000_000),
+    "10M": ("10M/level_200/expert", 10_000_000),
+    "25M": ("25M/level_200/expert", 25_000_000),
+    "level_1_E": ("100k/level_1/expert", 100_000),
+    "level_1_S": ("100k/level_1/suboptimal", 100_000),
+    "level_40_E": ("100k/level_40/expert", 100_000),
+    "level_40_S": ("100k/level_40/suboptimal", 100_000),
+}
+
+
+class GenDGRLExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample one of Gen-DGRL's data sets: Procgen games, by level and skill.
+
+    Other than in TorchRL's class, the files, which are pickles, are read without running anything; the
+    trajectory in which the number of rows of the category is reached is kept whole; a trajectory without
+    `dones` at its end is cut, and does not run into the next one; rewards have the shape `(n, 1)`; new rows
+    are refused unless a writer is given.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: One of `available_datasets`: game and category, as in "bigfish-1M_E".
+        batch_size: Of `sample`.
+        download: As in the base.
+        root: As in the base.
+        source: The archive, or a folder of its .npy files. As in the base.
+        mirror: Address to use in place of the public one.
+        keywords: As the base: `sampler`, `writer`, `transform` and so on.
+
+    Raises:
+        ValueError: There is no such data set.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = GenDGRLExperienceReplay("bigfish-1M_E", batch_size=32)
+        >>> data.sample()["observation"].shape
+        torch.Size([32, 3, 64, 64])
+    """
+
+    available_datasets: ClassVar[list[str]] = [f"{game}-{name}" for name in _CATEGORIES for game in _GAMES]
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        download: Download = True,
+        root: str | Path | None = None,
+        source: str | Path | None = None,
+        mirror: str = _ADDRESS,
+        **keywords: Any,
+    ) -> None:
+        if dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"{dataset_id!r} is not one of the data sets. All ids: "
+                "GenDGRLExperienceReplay.available_datasets"
+            )
+        game, category = dataset_id.split("-")
+        folder, rows = _CATEGORIES[category]
+        file = RemoteFile(url=f"{mirror.rstrip('/')}/{folder}/{game}.tar.xz", name=f"{game}.tar.xz")
+        super().__init__(
+            Origin(
+                name="gen_dgrl",
+                dataset_id=dataset_id,
+                make_reader=partial(GenDGRLReader, rows=rows),
+                list_files=lambda: [file],
+            ),
+            batch_size,
+            download=download,
+            root=root,
+            source=source,
+            **keywords,
+        )

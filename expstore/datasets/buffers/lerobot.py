@@ -1,0 +1,292 @@
+"""LeRobot's data sets as replay buffers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+
+from expstore.core.values import Key, key_name, to_key
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay, choose_sampler
+from expstore.datasets.buffers.episode_texts import EpisodeTexts
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
+from expstore.datasets.lerobot import LEROBOT_KEYS, LeRobotReader, lerobot_key, map_option
+from expstore.datasets.lerobot_columns import lerobot_columns_to_tensordict
+from expstore.datasets.origin import Download, Origin
+from expstore.errors import NotFoundError, StateError
+from expstore.samplers.base import Sampler
+from expstore.samplers.slices import SliceSampler
+from expstore.transforms.next_state import NextStateReconstructor
+from expstore.writers.writers import Writer
+
+__all__ = ["LeRobotExperienceReplay"]
+
+#: The keys by which rows that are given in memory are told apart without further ado.
+_EPISODE_KEYS = (("episode",), ("collector", "traj_ids"))
+
+
+class LeRobotExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample a LeRobot data set: state, action and cameras of a robot, and the task in words.
+
+    Other than in TorchRL's class:
+
+    - The store has TED's rows: `("next", "observation")`, 0 after the last frame of an episode, and the
+      flags at the root and under "next". `next.done` of the files is `("next", "terminal")`.
+    - Videos are decoded when the store is made, with av, not with every sample; `from_columns` refuses
+      references to videos.
+    - Images are uint8 `(channels, height, width)`. The store keeps texts as facts about episodes; samples
+      carry them by row, the task as `language_instruction`.
+    - float64 columns stay float64; `index` is the number of the row in the store.
+    - Slices follow the store's episodes, whatever `key_map` calls them.
+    - `rehydrate=True` only changes what is put after the last frame of an episode: NaN in place of 0 for
+      floats. It finds the next frame of every row, also at the end of a slice.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        repo_id: Repository on the Hugging Face Hub: "lerobot/pusht". The store is
+            `ROOT/lerobot/pusht`, not `ROOT/lerobot_pusht` as in TorchRL.
+        root: As in the base.
+        download: As in the base.
+        batch_size: Of `sample`.
+        num_slices: How many slices of episodes a batch has; it or `slice_len`.
+        slice_len: How many steps a slice has.
+        sampler: As in the base; it overrules `num_slices` and `slice_len`.
+        writer: As in the base.
+        collate_fn: As `ReplayBuffer`.
+        transform: As `ReplayBuffer`. It gets the texts and what `rehydrate` writes.
+        key_map: Keys of columns in place of the usual ones: `{"action": ("arm", "action")}`.
+        decode_video: Whether the frames of videos are stored. It needs the package av.
+        rehydrate: Put NaN after the last frame of an episode, where the store has 0. With `from_columns`,
+            whose rows have no next observations: add them.
+        strict_length: Whether episodes shorter than a slice are left out.
+        pin_memory: As `ReplayBuffer`.
+        prefetch: As `ReplayBuffer`.
+        source: The folder with `meta` and `data`. As in the base.
+        mirror: Address to use in place of `https://huggingface.co`.
+
+    Raises:
+        ValueError: Both `num_slices` and `slice_len` are given.
+        StateError: The store is there and was made with another `key_map` or `decode_video`.
+        ModuleNotFoundError: The data set has videos, and av is not installed.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = LeRobotExperienceReplay("lerobot/pusht_image", slice_len=16, batch_size=64)
+        >>> data.sample()["observation", "state"].shape
+        torch.Size([64, 2])
+    """
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        root: str | Path | None = None,
+        download: Download = True,
+        batch_size: int | None = None,
+        num_slices: int | None = None,
+        slice_len: int | None = None,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        transform: Any = None,
+        key_map: Mapping[str, str | Key] | None = None,
+        decode_video: bool = True,
+        rehydrate: bool = False,
+        strict_length: bool = True,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        source: str | Path | None = None,
+        mirror: str = HUGGING_FACE,
+        _data: TensorDict | None = None,
+    ) -> None:
+        if num_slices is not None and slice_len is not None:
+            raise ValueError("num_slices or slice_len can be passed, but not both.")
+        self.repo_id = repo_id
+        self.key_map = key_map
+        self.num_slices = num_slices
+        self.slice_len = slice_len
+        self.strict_length = strict_length
+        if _data is None:
+            sampler = choose_sampler(
+                sampler,
+                num_slices=num_slices,
+                slice_len=slice_len,
+                strict_length=strict_length,
+                replacement=True,
+            )
+        else:
+            sampler = self._sampler_of(_data, sampler, rehydrate)
+        super().__init__(
+            Origin(
+                name="lerobot",
+                dataset_id=repo_id,
+                make_reader=partial(LeRobotReader, key_map=key_map, decode_video=decode_video),
+                list_files=partial(_list_files, repo_id, mirror, decode_video),
+            ),
+            batch_size,
+            root=root,
+            download=download,
+            source=source,
+            sampler=sampler,
+            writer=writer,
+            rows=_data,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+        )
+        if _data is None:
+            self._check_options(decode_video)
+            self._append_texts()
+        if rehydrate:
+            self._rehydrate()
+        if transform is not None:
+            self.append_transform(transform)
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: Mapping[str, Any],
+        *,
+        repo_id: str = "local",
+        key_map: Mapping[str, str | Key] | None = None,
+        **kwargs: Any,
+    ) -> LeRobotExperienceReplay:
+        """Return a buffer over columns in memory, with the rows of `lerobot_columns_to_tensordict`.
+
+        Nothing is written to disk. The rows have no next observations; `rehydrate=True` adds them to samples.
+
+        Args:
+            columns: By the names of a LeRobot data set: tensors, lists of numbers or texts.
+            repo_id: A name.
+            key_map: As in the class.
+            kwargs: Other arguments of the class.
+
+        Raises:
+            ValueError: A column cannot be used, or `rehydrate=True` and the rows do not name their episode.
+
+        Example:
+            >>> columns = {
+            ...     "observation.state": torch.zeros(8, 7),
+            ...     "action": torch.zeros(8, 7),
+            ...     "episode_index": torch.arange(2).repeat_interleave(4),
+            ...     "task": ["pick"] * 8,
+            ... }
+            >>> rb = LeRobotExperienceReplay.from_columns(columns, slice_len=4, batch_size=8)
+            >>> rb.sample()["action"].shape
+            torch.Size([8, 7])
+        """
+        if references := [name for name, value in columns.items() if is_tensor_collection(value)]:
+            kind = type(columns[references[0]]).__name__
+            raise ValueError(
+                f"column {references[0]!r} is a {kind}, and rows need tensors or texts: decode it, or "
+                "give the folder of the data set as source="
+            )
+        data = lerobot_columns_to_tensordict(columns, key_map=key_map)
+        return cls(repo_id, download=False, _data=data, key_map=key_map, **kwargs)
+
+    def _sampler_of(self, data: TensorDict, sampler: Sampler | None, rehydrate: bool) -> Sampler | None:
+        """Return the sampler of rows in memory, whose episodes only their fields tell."""
+        key = to_key(lerobot_key("episode_index", {**LEROBOT_KEYS, **(self.key_map or {})}))
+        if rehydrate and (key not in _EPISODE_KEYS or key not in map(to_key, data.keys(True, True))):
+            raise ValueError(
+                "rehydrate=True requires the episode entry of every row, 'episode' or ('collector', "
+                "'traj_ids'), to delimit trajectories, but it is not present in the dataset."
+            )
+        if sampler is None and (self.num_slices is not None or self.slice_len is not None):
+            return SliceSampler(
+                num_slices=self.num_slices,
+                slice_len=self.slice_len,
+                traj_key=key if len(key) > 1 else key[0],
+                strict_length=self.strict_length,
+            )
+        return sampler
+
+    def _check_options(self, decode_video: bool) -> None:
+        """Raise StateError if the store was made with other options."""
+        if "lerobot" not in self.meta:
+            self.close()
+            raise StateError(
+                f"{self.data_path} was not made of a LeRobot data set", hint="choose another root="
+            )
+        options = self.meta["import"]["options"]
+        left_out = set(self.meta["lerobot"]["left_out"])
+        features = self.meta["lerobot"]["features"]
+        videos = sorted(name for name in left_out if features.get(name, {}).get("dtype") == "video")
+        if options["key_map"] != map_option(self.key_map):
+            found = f"key_map={options['key_map']}"
+        elif decode_video and videos:
+            found = "decode_video=False"
+        elif not decode_video and options["videos"]:
+            found = "decode_video=True"
+        else:
+            return
+        self.close()
+        raise StateError(
+            f"{self.data_path} was made with {found}",
+            hint='give the same options, another root=, or download="force" to make it again',
+        )
+
+    def _append_texts(self) -> None:
+        """Have the words of tasks, and columns of texts, written into samples."""
+        meta = self.meta["lerobot"]
+        keys = {**LEROBOT_KEYS, **(self.key_map or {})}
+        episode, frame, number, task = (
+            to_key(lerobot_key(name, keys)) for name in ("episode_index", "frame_index", "task_index", "task")
+        )
+        if names := meta["texts"]:
+            rows = self.sql("SELECT info FROM episodes").fetchall()
+            facts = [json.loads(info) for (info,) in rows]
+            known = {said["episode_index"]: said for said in facts}
+            self.append_transform(EpisodeTexts(known, names, episode, frame))
+        if meta["tasks"] and key_name(task) not in names:
+            self.append_transform(_Instructions(meta["tasks"], number, task))
+
+    def _rehydrate(self) -> None:
+        first = self[0] if len(self) else TensorDict({}, [])
+        kinds: dict[bool, list[str | Key]] = {True: [], False: []}
+        for key, value in first.items(include_nested=True, leaves_only=True):
+            if to_key(key)[0] == "observation" and isinstance(value, torch.Tensor):
+                kinds[value.is_floating_point()].append(key)
+        for is_float, keys in kinds.items():
+            if keys:
+                fill = float("nan") if is_float else 0
+                self.append_transform(NextStateReconstructor(keys, fill_value=fill))
+
+
+class _Instructions:
+    """Write the words of each row's task into a batch.
+
+    Args:
+        texts: The tasks by their number, as a text.
+        source: The key of the number.
+        target: The key of the words.
+    """
+
+    def __init__(self, texts: Mapping[str, str], source: Key, target: Key) -> None:
+        self._texts = {int(number): text for number, text in texts.items()}
+        self._source, self._target = source, target
+
+    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+        numbers = batch.get(self._source, None)
+        if numbers is None:
+            return batch
+        if numbers.ndim:
+            found: Any = NonTensorStack.from_list([self._texts[number] for number in numbers.tolist()])
+        else:
+            found = NonTensorData(self._texts[int(numbers)])
+        return batch.set(self._target, found)
+
+
+def _list_files(repo_id: str, mirror: str, decode_video: bool) -> list[RemoteFile]:
+    """Return the files of a repository that the reader uses."""
+    folders = ("meta/", "data/", "videos/") if decode_video else ("meta/", "data/")
+    found = [file for file in list_hugging_face(repo_id, endpoint=mirror) if file.name.startswith(folders)]
+    if not found:
+        raise NotFoundError(f"{mirror}/datasets/{repo_id} is not a LeRobot data set: it has no folder meta")
+    return found

@@ -1,0 +1,130 @@
+"""Apply a function to all rows of a data set and write the results to a new store.
+
+Used by `BaseDatasetExperienceReplay.preprocess`. Processes that apply the function read the store themselves;
+this process writes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore._open import open as open_store
+from expstore.core.values import IntArray
+from expstore.disk.files import Disk
+from expstore.errors import SchemaError, StateError
+from expstore.exchange.progress_bar import show_nothing, show_progress
+from expstore.storages.engine.open_settings import Settings
+from expstore.storages.factory import open_storage
+
+if TYPE_CHECKING:
+    from expstore.buffers.tensordict import TensorDictReplayBuffer
+    from expstore.storages.base import Storage
+
+__all__ = ["map_rows"]
+
+_CHUNK = 4096
+_OWN_KEYS = ("index", "metadata")
+
+Function = Callable[[TensorDictBase], TensorDictBase]
+
+
+def map_rows(
+    rb: TensorDictReplayBuffer, fn: Function, target: Path, *, count: int, pbar: bool, **how: Any
+) -> Storage:
+    """Write what a function makes of the first rows to a new store; return the store.
+
+    Args:
+        rb: The rows.
+        fn: Takes rows and returns as many.
+        target: Folder of the new store.
+        count: How many rows.
+        pbar: Show a progress bar.
+        how: As `TensorDict.map_iter`.
+
+    Raises:
+        StateError: There is something at the target.
+        SchemaError: The function returns no TensorDict, or another number of rows.
+    """
+    disk = Disk()
+    if disk.exists(target) and (not disk.is_dir(target) or disk.names(target)):
+        raise StateError(f"{target} exists", hint="choose another path for the new store")
+    ends = _ends(rb)
+    building = target.resolve().with_name(f".{target.name}.preprocess")
+    disk.make_dir(target.resolve().parent)
+    disk.remove_tree(building)
+    try:
+        show = show_progress if pbar else show_nothing
+        with open_store(building, mode="x") as made, show("preprocessing", "rows") as progress:
+            done = 0
+            for batch in _results(rb, fn, count, how):
+                for stop in [*ends[bisect_right(ends, done) : bisect_right(ends, done + len(batch))]]:
+                    _write(made, batch, done, stop)
+                    batch, done = batch[stop - done :], stop
+                    made.episodes.end()
+                _write(made, batch, done, done + len(batch))
+                done += len(batch)
+                progress(done, count)
+    except BaseException:
+        disk.remove_tree(building)
+        raise
+    disk.rename(building, target)
+    disk.sync_dir(target.resolve().parent)
+    return open_storage(target, settings=Settings(flatten=True))
+
+
+def _write(made: TensorDictReplayBuffer, batch: TensorDictBase, start: int, stop: int) -> None:
+    if stop > start:
+        made.extend(batch[: stop - start])
+
+
+def _ends(rb: TensorDictReplayBuffer) -> list[int]:
+    """Return before which rows, counted from 0, an episode ends that no flag of a row ends."""
+    found = rb.sql(
+        "SELECT max(_id) FROM transitions JOIN episodes ON _episode = episode_id "
+        "WHERE status NOT IN ('terminated', 'truncated') GROUP BY episode_id"
+    ).fetchall()
+    ids = np.sort(np.array([row[0] for row in found], np.int64))
+    first = rb.storage.window.low + 1
+    places: IntArray = ids - first + 1
+    return [int(place) for place in places]
+
+
+def _results(
+    rb: TensorDictReplayBuffer, fn: Function, count: int, how: dict[str, Any]
+) -> Iterator[TensorDictBase]:
+    """Yield what the function makes of the rows, in their order."""
+    if how["chunksize"] is None and how["num_chunks"] is None:
+        how = {**how, "chunksize": _CHUNK}
+    rows = TensorDict({"row": torch.arange(count)}, [count])
+    apply = _Apply(rb, fn)
+    if how["num_workers"] == 0 and how["pool"] is None:
+        size = how["chunksize"] or -(-count // how["num_chunks"])
+        results: Iterable[TensorDictBase] = map(apply, rows.split(size))
+    else:
+        results = rows.map_iter(apply, **how)
+    yield from results
+
+
+class _Apply:
+    """Read rows and apply a function to them, in any process."""
+
+    def __init__(self, rb: TensorDictReplayBuffer, fn: Function) -> None:
+        self._rb, self._fn = rb, fn
+
+    def __call__(self, rows: TensorDictBase) -> TensorDictBase:
+        batch = self._rb[rows["row"]].exclude(*_OWN_KEYS)
+        made = self._fn(batch)
+        if not isinstance(made, TensorDictBase):
+            raise SchemaError(f"the function returned {type(made).__name__}, not a TensorDict")
+        if made.batch_size[:1] != rows.batch_size[:1]:
+            raise SchemaError(
+                f"the function returned the batch size {list(made.batch_size)} for {len(rows)} rows"
+            )
+        return made

@@ -1,0 +1,123 @@
+"""RoboSet's data sets as replay buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
+from expstore.datasets.origin import Download, Origin
+from expstore.datasets.roboset import RobosetReader
+from expstore.errors import NotFoundError
+from expstore.samplers.base import Sampler
+from expstore.writers.writers import Writer
+
+__all__ = ["RobosetExperienceReplay"]
+
+_REPOSITORY = "jdvakil/RoboSet_Sim"
+_TASKS = ("MicroOpen", "Knob2Off", "LdoorOpen", "SdoorOpen", "Knob1On")
+
+
+class RobosetExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample one of RoboSet's simulated data sets: demonstrations with a robot's hand or in a kitchen.
+
+    Other than in TorchRL's class, the flags at the root are False, and a trial that does not end with `done`
+    does not run into the next one.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: One of `available_datasets`.
+        batch_size: Of `sample`.
+        root: As in the base.
+        download: As in the base.
+        sampler: As in the base.
+        writer: As in the base.
+        collate_fn: As `ReplayBuffer`.
+        pin_memory: As `ReplayBuffer`.
+        prefetch: As `ReplayBuffer`.
+        transform: As `ReplayBuffer`.
+        split_trajs: As in the base.
+        source: An .h5 file, or the folder of them. As in the base.
+        mirror: Address to use in place of `https://huggingface.co`.
+
+    Raises:
+        ValueError: There is no such data set.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = RobosetExperienceReplay("DAPG(expert)/door_v2d-v1", batch_size=32)
+        >>> data.sample()["observation"].shape
+        torch.Size([32, 75])
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        *(
+            f"DAPG({kind})/{task}_v2d-v1"
+            for kind in ("expert", "human")
+            for task in ("door", "relocate", "hammer", "pen")
+        ),
+        *(f"FK1-v4(expert)/FK1_{task}Random_v2d-v4" for task in _TASKS),
+        "FK1-v4(human)/human_demos_by_playdata",
+        "FK1-v4(human)/human_demos_by_task/human_demo_singleTask_Fixed-v4",
+        *(f"FK1-v4(human)/human_demos_by_task/FK1_{task}Random_v2d-v4" for task in _TASKS),
+    ]
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        root: str | Path | None = None,
+        download: Download = True,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        split_trajs: bool = False,
+        source: str | Path | None = None,
+        mirror: str = HUGGING_FACE,
+    ) -> None:
+        if dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
+                "RobosetExperienceReplay.available_datasets"
+            )
+        super().__init__(
+            Origin(
+                name="roboset",
+                dataset_id=dataset_id,
+                make_reader=RobosetReader,
+                list_files=partial(_list_files, dataset_id, mirror),
+            ),
+            batch_size,
+            root=root,
+            download=download,
+            source=source,
+            split_trajs=split_trajs,
+            sampler=sampler,
+            writer=writer,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+        )
+
+
+def _list_files(dataset_id: str, mirror: str) -> list[RemoteFile]:
+    """Return the .h5 files whose path begins with the id."""
+    folder = dataset_id.rpartition("/")[0]
+    found = [
+        replace(file, name=file.name.rpartition("/")[2])
+        for file in list_hugging_face(_REPOSITORY, folder, endpoint=mirror)
+        if file.name.startswith(dataset_id) and file.name.endswith(".h5")
+    ]
+    if not found:
+        raise NotFoundError(f"{mirror}/datasets/{_REPOSITORY} has no file {dataset_id}*.h5")
+    return found

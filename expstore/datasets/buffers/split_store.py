@@ -1,0 +1,69 @@
+"""The trajectories of a data set as rows: each padded to the longest one, with a mask.
+
+Used by data set classes with `split_trajs=True`. The result is what TorchRL's `split_trajectories` makes of
+the whole data set, made one episode at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from expstore._open import open as open_store
+from expstore.disk.files import Disk
+from expstore.storages.format.manifest import MANIFEST
+
+__all__ = ["make_split_store", "split_path"]
+
+
+def split_path(path: Path) -> Path:
+    """Return where the trajectories of a data set are kept."""
+    return path.with_name(path.name + "_split")
+
+
+def make_split_store(path: Path, *, again: bool = False) -> Path:
+    """Make the store of a data set's trajectories if it is not there; return its path.
+
+    Rows have the fields of the data set, shape `(time, *shape)`, zeros behind the last step, and `mask`
+    `(time,)` bool, which is True for steps. Flags `("next", "done")` are True in the last place of every row.
+
+    Args:
+        path: The store of the data set.
+        again: Make it even if it is there.
+    """
+    disk, target = Disk(), split_path(path)
+    if again:
+        disk.remove_tree(target)
+    if disk.exists(target / MANIFEST):
+        return target
+    building = target.with_name(f".{target.name}.import")
+    disk.remove_tree(building)
+    with (
+        open_store(path, mode="r") as rows,
+        open_store(building, mode="x", done_reduce="any", reward_reduce="sum") as made,
+    ):
+        episodes = rows.sql("SELECT episode_id, length FROM episodes ORDER BY episode_id").fetchall()
+        longest = max(length for _, length in episodes)
+        for episode, _ in episodes:
+            made.extend(_padded(rows.trajectory(episode), longest))
+    disk.rename(building, target)
+    disk.sync_dir(target.parent)
+    return target
+
+
+def _padded(rows: TensorDictBase, length: int) -> TensorDict:
+    """Return a trajectory as one row of `length` places."""
+    count = rows.batch_size[0]
+    found = TensorDict({}, [1])
+    for key, values in rows.items(include_nested=True, leaves_only=True):
+        if key in ("id", "index"):
+            continue
+        padded = values.new_zeros((1, length, *values.shape[1:]))
+        padded[0, :count] = values
+        found.set(key, padded)
+    found.set("mask", (torch.arange(length) < count)[None])
+    if ("next", "done") in found.keys(True):
+        found["next", "done"][:, -1] = True
+    return found

@@ -1,0 +1,167 @@
+"""V-D4RL's data sets as replay buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDictBase
+
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay
+from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_face
+from expstore.datasets.origin import Download, Origin
+from expstore.datasets.vd4rl import VD4RLReader
+from expstore.errors import NotFoundError
+from expstore.samplers.base import Sampler
+from expstore.writers.writers import Writer
+
+__all__ = ["VD4RLExperienceReplay"]
+
+_REPOSITORY = "conglu/vd4rl"
+_PIXELS: tuple[tuple[str, ...], ...] = (("pixels",), ("next", "pixels"))
+
+
+class VD4RLExperienceReplay(BaseDatasetExperienceReplay):
+    """Sample one of V-D4RL's data sets: images of control tasks.
+
+    Other than in TorchRL's class, a row has the action and the reward of the step from its image to the next
+    one: in the files they are in the row of the image that the step leads to, and TorchRL takes them as they
+    stand. So an episode has one row less; its last step has its true next image, and `("next", "pixels")`
+    is never that of another row. Images are kept packed.
+
+    Threads, processes, crashes: as `BaseDatasetExperienceReplay`.
+
+    Args:
+        dataset_id: One of `available_datasets`.
+        batch_size: Of `sample`.
+        root: As in the base.
+        download: As in the base.
+        sampler: As in the base.
+        writer: As in the base.
+        collate_fn: As `ReplayBuffer`.
+        pin_memory: As `ReplayBuffer`.
+        prefetch: As `ReplayBuffer`.
+        transform: As `ReplayBuffer`.
+        split_trajs: As in the base.
+        totensor: Give images as float32 between 0 and 1, shape `(n, 3, height, width)`. False: as they are in
+            the files, uint8.
+        image_size: Resize images to this height and width, or to a square. None: leave their size.
+        num_workers: Accepted for TorchRL's programs. Files are fetched one after another.
+        source: A file or folder. As in the base.
+        mirror: Address to use in place of `https://huggingface.co`.
+
+    Raises:
+        ValueError: There is no such data set.
+        ExpStoreError: As in the base.
+
+    Example:
+        >>> data = VD4RLExperienceReplay("main/walker_walk/random/64px", batch_size=32)
+        >>> data.sample()["pixels"].shape
+        torch.Size([32, 3, 64, 64])
+    """
+
+    available_datasets: ClassVar[list[str]] = [
+        *(f"distracting/walker_walk_random/64px/{level}" for level in ("easy", "medium", "hard")),
+        *(
+            f"main/{task}/{kind}/64px"
+            for task in ("cheetah_run", "humanoid_walk", "walker_walk")
+            for kind in ("expert", "medium", "medium_expert", "medium_replay", "random")
+        ),
+        *(f"multitask/{task}_random/64px" for task in ("cheetah_run", "walker_walk")),
+    ]
+
+    def __init__(
+        self,
+        dataset_id: str,
+        batch_size: int | None = None,
+        *,
+        root: str | Path | None = None,
+        download: Download = True,
+        sampler: Sampler | None = None,
+        writer: Writer | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        pin_memory: bool = False,
+        prefetch: int | None = None,
+        transform: Any = None,
+        split_trajs: bool = False,
+        totensor: bool = True,
+        image_size: int | Sequence[int] | None = None,
+        num_workers: int = 0,
+        source: str | Path | None = None,
+        mirror: str = HUGGING_FACE,
+    ) -> None:
+        if dataset_id not in self.available_datasets:
+            raise ValueError(
+                f"The dataset_id {dataset_id} isn't part of the accepted datasets. All ids: "
+                "VD4RLExperienceReplay.available_datasets"
+            )
+        size = _size(image_size)
+        super().__init__(
+            Origin(
+                name="vd4rl",
+                dataset_id=dataset_id,
+                make_reader=VD4RLReader,
+                list_files=partial(_list_files, dataset_id, mirror),
+            ),
+            batch_size,
+            root=root,
+            download=download,
+            source=source,
+            split_trajs=split_trajs,
+            sampler=sampler,
+            writer=writer,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            prefetch=prefetch,
+            transform=transform,
+        )
+        if totensor:
+            self.append_transform(to_tensor_images)
+        if size is not None:
+            self.append_transform(partial(resize_images, size=size))
+
+
+def to_tensor_images(batch: TensorDictBase) -> TensorDictBase:
+    """Make images of a batch float32 between 0 and 1, channels first."""
+    for key in _PIXELS:
+        images = batch[key]
+        if images.shape[-1] in (1, 3):
+            images = images.movedim(-1, -3)
+        batch[key] = images.to(torch.float32) / 255
+    return batch
+
+
+def resize_images(batch: TensorDictBase, *, size: tuple[int, int]) -> TensorDictBase:
+    """Resize images of a batch, bilinearly."""
+    for key in _PIXELS:
+        images = batch[key]
+        flat = images.reshape(-1, *images.shape[-3:])
+        made = torch.nn.functional.interpolate(flat.float(), size, mode="bilinear", antialias=True)
+        if not images.is_floating_point():
+            made = made.round().to(images.dtype)
+        batch[key] = made.reshape(*images.shape[:-2], *size)
+    return batch
+
+
+def _size(size: int | Sequence[int] | None) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    pair = (size, size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or min(pair) < 1:
+        raise ValueError(f"image_size={size!r} is not a height and a width")
+    return pair[0], pair[1]
+
+
+def _list_files(dataset_id: str, mirror: str) -> list[RemoteFile]:
+    found = [
+        replace(file, name=file.name.rpartition("/")[2])
+        for file in list_hugging_face(_REPOSITORY, f"vd4rl/{dataset_id}", endpoint=mirror)
+        if file.name.endswith((".npz", ".hdf5"))
+    ]
+    if not found:
+        raise NotFoundError(f"{mirror}/datasets/{_REPOSITORY} has no files of {dataset_id}")
+    return found

@@ -1,0 +1,111 @@
+"""Data sets by name: "d4rl:hopper-medium-v2".
+
+Used by programs, `OfflineToOnlineReplayBuffer` and the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["dataset_class", "load_dataset", "prefixes", "register_dataset"]
+
+Factory = Callable[..., Any]
+
+_BUFFERS = "expstore.datasets.buffers"
+_REGISTERED: dict[str, Factory | str] = {
+    "atari": f"{_BUFFERS}.atari_dqn:AtariDQNExperienceReplay",
+    "atari_dqn": f"{_BUFFERS}.atari_dqn:AtariDQNExperienceReplay",
+    "d4rl": f"{_BUFFERS}.d4rl:D4RLExperienceReplay",
+    "gen_dgrl": f"{_BUFFERS}.gen_dgrl:GenDGRLExperienceReplay",
+    "lerobot": f"{_BUFFERS}.lerobot:LeRobotExperienceReplay",
+    "minari": f"{_BUFFERS}.minari:MinariExperienceReplay",
+    "openml": f"{_BUFFERS}.openml:OpenMLExperienceReplay",
+    "openx": f"{_BUFFERS}.openx:OpenXExperienceReplay",
+    "rlds": f"{_BUFFERS}.rlds:RLDSExperienceReplay",
+    "roboset": f"{_BUFFERS}.roboset:RobosetExperienceReplay",
+    "vd4rl": f"{_BUFFERS}.vd4rl:VD4RLExperienceReplay",
+}
+
+
+def register_dataset(prefix: str, dataset: Factory | str, *, replace: bool = False) -> None:
+    """Make `load_dataset("PREFIX:ID")` call a function, or a class, for this process.
+
+    Args:
+        prefix: The prefix; case does not matter.
+        dataset: Called with the id and the keywords of `load_dataset`; or "module:name", which is imported
+            when it is needed.
+        replace: Whether another function may have the prefix.
+
+    Raises:
+        ValueError: The prefix is empty or has a ":", or a text is not "module:name".
+        TypeError: `dataset` is neither.
+        KeyError: The prefix is taken.
+
+    Example:
+        >>> register_dataset("lab", lambda dataset_id, **keywords: MyDataset(dataset_id, **keywords))
+    """
+    name = _normal(prefix)
+    if not isinstance(dataset, str) and not callable(dataset):
+        raise TypeError(
+            "dataset must be a callable dataset factory or a 'module:attribute' string, "
+            f"got {type(dataset).__name__}."
+        )
+    if isinstance(dataset, str) and not all(dataset.partition(":")):
+        raise ValueError("String dataset factories must use the 'module:attribute' format.")
+    if name in _REGISTERED and not replace:
+        raise KeyError(f"Dataset source {name!r} is already registered. Pass replace=True to overwrite it.")
+    _REGISTERED[name] = dataset
+
+
+def load_dataset(dataset_id: str, **keywords: Any) -> Any:
+    """Return a data set by its prefix and id.
+
+    Args:
+        dataset_id: As in "d4rl:hopper-medium-v2". Prefixes: `prefixes()`.
+        keywords: Passed to the class.
+
+    Raises:
+        ValueError: There is no prefix, or an unknown one.
+
+    Example:
+        >>> load_dataset("d4rl:hopper-medium-v2", batch_size=32).sample().batch_size
+        torch.Size([32])
+    """
+    if ":" not in dataset_id:
+        raise ValueError(
+            "dataset_id must be prefixed with a source identifier (e.g. 'minari:...' or 'd4rl:...'). "
+            f"Got: {dataset_id!r}. Supported prefixes: {prefixes()}."
+        )
+    prefix, _, name = dataset_id.partition(":")
+    return dataset_class(prefix)(name, **keywords)
+
+
+def dataset_class(prefix: str) -> Factory:
+    """Return the class, or the function, of a prefix.
+
+    Raises:
+        ValueError: It is unknown.
+    """
+    name = _normal(prefix)
+    if name not in _REGISTERED:
+        raise ValueError(f"Unknown dataset source {name!r}. Supported prefixes: {prefixes()}.")
+    found = _REGISTERED[name]
+    if isinstance(found, str):
+        module, _, attribute = found.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+    assert not isinstance(found, str)
+    return found
+
+
+def prefixes() -> tuple[str, ...]:
+    """Return the known prefixes, sorted."""
+    return tuple(sorted(_REGISTERED))
+
+
+def _normal(prefix: str) -> str:
+    name = prefix.lower().strip()
+    if not name or ":" in name:
+        raise ValueError(f"Dataset source prefixes must be non-empty strings without ':'. Got {prefix!r}.")
+    return name

@@ -1,0 +1,45 @@
+"""Data sets by prefix: TorchRL's prefixes are known, and others can be added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from expstore.datasets import load_dataset, register_dataset, registry
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+
+
+def test_a_class_and_a_name_of_one() -> None:
+    register_dataset("Lab", lambda name, **keywords: (name, keywords))
+    assert load_dataset("lab:a:b", batch_size=3) == ("a:b", {"batch_size": 3})
+    register_dataset("join", "posixpath:basename")
+    assert load_dataset("JOIN:a/b") == "b"
+
+
+def test_every_prefix_leads_to_a_class() -> None:
+    for prefix in registry.prefixes():
+        assert registry.dataset_class(prefix).__name__.endswith("ExperienceReplay")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        (("", "a:b"), ValueError, "must be non-empty strings without ':'"),
+        (("a:b", "a:b"), ValueError, "must be non-empty strings without ':'"),
+        (("lab", "nothing"), ValueError, "must use the 'module:attribute' format"),
+        (("lab", ":x"), ValueError, "must use the 'module:attribute' format"),
+        (("lab", 3), TypeError, "got int"),
+        (("d4rl", "a:b"), KeyError, "already registered"),
+    ],
+)
+def test_what_is_refused(arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        register_dataset(*arguments)
+    for name in ("hopper", "nobody:hopper"):
+        with pytest.raises(ValueError, match="Supported prefixes|supported"):
+            load_dataset(name)
