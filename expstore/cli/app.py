@@ -21,6 +21,7 @@ import typer
 from expstore import __version__
 from expstore.cli import checks, export, migrate, reshape, retain, serve, snapshots
 from expstore.cli.columns import add_column, drop_column
+from expstore.cli.datasets import datasets
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
@@ -430,6 +431,7 @@ app.command(
 
 app.command(epilog=export.EXPORT_NOTES)(export.export)
 app.command("import", epilog=export.IMPORT_NOTES)(export.import_)
+app.add_typer(datasets)
 
 # -- serve -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,208 @@
+"""The commands `datasets list`, `fetch`, `info` and `delete`: data sets by name.
+
+Used by `expstore.cli.app`, which reports what they raise. Only `fetch` loads torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from expstore.cli.info import facts_of, show_facts
+from expstore.cli.output import print_json, print_table, size_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["datasets"]
+
+datasets = typer.Typer(
+    name="datasets",
+    help="Public data sets by name, as in d4rl:hopper-medium-v2: each a store below ~/.cache/expstore, "
+    "or where EXPSTORE_DATA says.",
+    no_args_is_help=True,
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As in d4rl:hopper-medium-v2.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Root = Annotated[
+    Path | None, typer.Option("--root", metavar="FOLDER", help="Folder of the collection; see above.")
+]
+
+
+@datasets.command("list")
+def list_(
+    prefix: Annotated[
+        str | None, typer.Argument(metavar="PREFIX", help="Only of this collection, as in d4rl.")
+    ] = None,
+    available: Annotated[
+        bool, typer.Option("--available", help="The names that PREFIX has, here or not.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Show the data sets that are here."""
+    if available:
+        _list_available(prefix, as_json)
+        return 0
+    found = [facts for facts in _stores() if prefix is None or facts["name"].startswith(f"{prefix}:")]
+    if as_json:
+        print_json(found)
+        return 0
+    rows = [[facts["name"], facts["rows"], size_text(facts["disk_bytes"]), facts["path"]] for facts in found]
+    print_table(["name", "rows", "on disk", "path"], rows)
+    return 0
+
+
+def _list_available(prefix: str | None, as_json: bool) -> None:
+    from expstore.datasets.registry import dataset_class, prefixes
+
+    if prefix is None:
+        raise typer.BadParameter(f"say of which collection: {', '.join(prefixes())}", param_hint="PREFIX")
+    try:
+        names = list(getattr(dataset_class(prefix), "available_datasets", []))
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc), param_hint="PREFIX") from exc
+    if as_json:
+        print_json(names)
+    else:
+        typer.echo("\n".join(names))
+
+
+def _stores() -> Iterator[dict[str, Any]]:
+    """Yield name, path, rows and size of the data sets that are here."""
+    from expstore.datasets.origin import data_folder
+    from expstore.disk.files import Disk
+    from expstore.maintenance import survey
+    from expstore.storages.format.manifest import MANIFEST
+
+    base, disk = data_folder(), Disk()
+    if not disk.exists(base):
+        return
+    for folder, names in sorted(disk.tree(base)):
+        parts = folder.relative_to(base).parts
+        if MANIFEST not in names or any(part.startswith(".") for part in parts) or len(parts) < 2:
+            continue
+        facts = survey(folder)
+        size = sum(disk.used(inside / name) for inside, files in disk.tree(folder) for name in files)
+        yield {
+            "name": f"{parts[0]}:{'/'.join(parts[1:])}",
+            "path": str(folder),
+            "rows": facts.rows,
+            "disk_bytes": size,
+        }
+
+
+@datasets.command()
+def fetch(
+    name: Name,
+    source: Annotated[
+        Path | None,
+        typer.Option("--source", metavar="PATH", help="Files of the public source; nothing is fetched then."),
+    ] = None,
+    mirror: Annotated[
+        str | None, typer.Option("--mirror", metavar="URL", help="Address in place of the public one.")
+    ] = None,
+    root: Root = None,
+    force: Annotated[bool, typer.Option("--force", help="Make it again if it is here.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Fetch a data set and make its store, or continue what was interrupted."""
+    from expstore.datasets.registry import load_dataset
+
+    more = {} if mirror is None else {"mirror": mirror}
+    try:
+        with _bad_name(name):
+            data = load_dataset(name, source=source, root=root, download="force" if force else True, **more)
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command continues", err=True)
+        raise
+    facts = {"name": name, "path": str(data.data_path), "rows": len(data)}
+    data.close()
+    if as_json:
+        print_json(facts)
+    else:
+        typer.echo(f"{facts['path']} holds {facts['rows']:,} rows")
+    return 0
+
+
+@datasets.command()
+def info(name: Name, root: Root = None, as_json: Json = False) -> int:
+    """Show the facts about a data set that is here, and which files it was made of."""
+    from expstore.disk.files import Disk
+    from expstore.storages.format.manifest import Manifest
+
+    path = _path(name, root)
+    facts = facts_of(path)
+    meta = Manifest.load(Disk(), path).meta
+    if as_json:
+        print_json(facts | {"meta": meta})
+        return 0
+    show_facts(facts)
+    made_of = meta.get("import", {})
+    for part in made_of.get("parts", []):
+        typer.echo(f"made of {part['name']}, {size_text(part['bytes'])}, sha256 {part['sha256']}")
+    if options := {key: value for key, value in made_of.get("options", {}).items() if value is not None}:
+        typer.echo(f"read with {json.dumps(options)}")
+    return 0
+
+
+@datasets.command()
+def delete(name: Name, root: Root = None) -> int:
+    """Remove a data set from this disk."""
+    from expstore.datasets.origin import remove_dataset
+
+    path = _path(name, root)
+    folder, dataset_id = _split(name, root)
+    remove_dataset(folder, dataset_id)
+    typer.echo(f"removed {path}")
+    return 0
+
+
+def _split(name: str, root: Path | None) -> tuple[Path, str]:
+    """Return the folder of a data set's collection, and its id there."""
+    from expstore.datasets.origin import data_folder
+
+    prefix, colon, dataset_id = name.partition(":")
+    if not (prefix and colon and dataset_id) or ".." in dataset_id.split("/") or dataset_id.startswith("/"):
+        raise typer.BadParameter(f"{name!r} is not of the form PREFIX:ID", param_hint="NAME")
+    prefix = {"atari_dqn": "atari"}.get(prefix, prefix)
+    return (data_folder(prefix) if root is None else root), dataset_id
+
+
+def _path(name: str, root: Path | None) -> Path:
+    """Return the store of a data set.
+
+    Raises:
+        NotFoundError: It is not here.
+    """
+    from expstore.disk.files import ReadingDisk
+    from expstore.errors import NotFoundError
+    from expstore.storages.format.manifest import MANIFEST
+
+    folder, dataset_id = _split(name, root)
+    path, disk = folder / dataset_id, ReadingDisk()
+    if not disk.exists(path / MANIFEST):
+        raise NotFoundError(
+            f"{name} is not here: there is no store {path}", hint=f"expstore datasets fetch {name}"
+        )
+    return path
+
+
+@contextlib.contextmanager
+def _bad_name(name: str) -> Iterator[None]:
+    """Report a name that no data set has as wrong usage."""
+    from expstore.errors import ExpStoreError
+
+    try:
+        yield
+    except (ValueError, KeyError) as exc:
+        if isinstance(exc, ExpStoreError):
+            raise
+        text = exc.args[0] if exc.args else str(exc)
+        raise typer.BadParameter(
+            f"{text} (expstore datasets list --available PREFIX)", param_hint=name
+        ) from exc

@@ -1,0 +1,87 @@
+"""`expstore datasets`: fetch from a server, list, look, delete; what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from expstore.cli.app import run
+from tests.support.data_server import serving_files
+from tests.unit.datasets.test_d4rl import arrays, write
+
+NAME = "d4rl:hopper-medium-v2"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_data_set_from_fetch_to_delete(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["datasets", "list"]) == 0
+    (tmp_path / "public" / "gym_mujoco_v2").mkdir(parents=True)
+    write(tmp_path / "public" / "gym_mujoco_v2" / "hopper_medium-v2.hdf5", arrays())
+    with serving_files(tmp_path / "public") as server:
+        assert run(["datasets", "fetch", NAME, "--mirror", server.url]) == 0
+        assert run(["datasets", "fetch", NAME]) == 0  # it is here
+        assert len(server.requests) == 1
+    assert "holds 12 rows" in capsys.readouterr().out
+    assert run(["datasets", "list", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["name"], found["rows"]) == (NAME, 12)
+    assert run(["datasets", "list", "atari"]) == 0
+    assert NAME not in capsys.readouterr().out
+    assert run(["datasets", "info", NAME]) == 0
+    told = capsys.readouterr().out
+    assert "made of hopper_medium-v2.hdf5" in told
+    assert "sha256" in told
+    assert run(["datasets", "info", NAME, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["meta"]["d4rl"]["algorithm"] == "SAC"
+    assert run(["sql", found["path"], "SELECT count(*) FROM episodes"]) == 0
+    assert run(["datasets", "delete", NAME]) == 0
+    assert not (cache / "d4rl" / "hopper-medium-v2").exists()
+    capsys.readouterr()
+    assert run(["datasets", "delete", NAME]) == 2
+    assert "is not here: there is no store" in capsys.readouterr().err
+
+
+def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "mine.hdf5", arrays())
+    root = tmp_path / "root"
+    assert run(["datasets", "fetch", NAME, "--source", str(file), "--root", str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == str(root / "hopper-medium-v2")
+    assert run(["datasets", "info", NAME, "--root", str(root)]) == 0
+    assert run(["datasets", "fetch", NAME, "--source", str(file), "--root", str(root), "--force"]) == 0
+    assert not cache.exists()
+
+
+def test_names_are_listed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["datasets", "list", "atari", "--available"]) == 0
+    assert len(capsys.readouterr().out.split()) == 250
+    assert run(["datasets", "list", "--available"]) == 2
+    assert "say of which collection: atari" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["fetch", "hopper"], 2, "must be prefixed"),
+        (["fetch", "nobody:hopper"], 2, "Unknown dataset source 'nobody'"),
+        (["fetch", "d4rl:nothing"], 2, "Env nothing not found. (expstore datasets list --available PREFIX)"),
+        (["fetch", "atari:Pong/1"], 2, "atari-replay-datasets/dqn, is gone"),
+        (["fetch", NAME, "--source", "nowhere"], 2, "there is no file or folder"),
+        (["info", "d4rl"], 2, "not of the form PREFIX:ID"),
+        (["delete", "d4rl:../x"], 2, "not of the form PREFIX:ID"),
+        (["list", "nobody", "--available"], 2, "Unknown dataset source"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
+) -> None:
+    assert run(["datasets", *arguments]) == code
+    assert text in " ".join(capsys.readouterr().err.split())
