@@ -27,7 +27,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "gymnasium": {"cli", "collectors", "specs"},
     "h11": {"api"},
     "h5py": {"exchange"},
-    "httpx": {"remote"},
+    "httpx": {"datasets", "remote"},
     "llvmlite": {"kernels"},
     "numba": {"kernels"},
     "numcodecs": {"kernels", "storages.format"},
@@ -35,6 +35,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "polars": {"sql"},
     "pyarrow": {
         "data",
+        "datasets",
         "exchange",
         "maintenance",
         "schema",
@@ -45,7 +46,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
         "wire",
     },
     "pydantic": {"api"},
-    "rich": {"cli"},
+    "rich": {"cli", "exchange.progress_bar"},
     "starlette": {"api"},
     "torchrl": {"integrations", "specs"},
     "typer": {"cli"},
@@ -112,6 +113,12 @@ ARRAY_FILE_FUNCTIONS = {"fromfile", "load", "loadtxt", "memmap", "save", "savetx
 
 #: module -> what it may do nevertheless, worded as in the messages.
 FILE_EXCEPTIONS: dict[str, set[str]] = {
+    "datasets.gen_dgrl": {".open()"},  # tarfile.open, of a file that the Disk has opened
+    "datasets.minari_folder": {".open()"},  # Image.open, of bytes
+    "datasets.numpy_unpickler": {"pickle"},  # its Unpickler, of such a file, without any name of a pickle's
+    "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
+    "datasets.tensordict_folder": {"np.memmap"},  # of a file whose size was compared with its shape
+    "datasets.vd4rl": {"np.load"},  # of such a file
     "sql.sandbox.confine": {".open()"},  # libc.open with O_PATH names a folder for Landlock and reads nothing
 }
 
