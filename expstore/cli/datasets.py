@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from expstore.cli.exit_codes import USAGE
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_json, print_table, size_text
 
@@ -24,7 +25,6 @@ datasets = typer.Typer(
     name="datasets",
     help="Public data sets by name, as in d4rl:hopper-medium-v2: each a store below ~/.cache/expstore, "
     "or where EXPSTORE_DATA says.",
-    no_args_is_help=True,
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As in d4rl:hopper-medium-v2.")]
@@ -32,6 +32,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Root = Annotated[
     Path | None, typer.Option("--root", metavar="FOLDER", help="Folder of the collection; see above.")
 ]
+
+
+@datasets.callback(invoke_without_command=True)
+def _help(context: typer.Context) -> int:
+    """Show the commands if none is given."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        return USAGE
+    return 0
 
 
 @datasets.command("list")

@@ -60,6 +60,13 @@ def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.Capture
     assert not cache.exists()
 
 
+def test_without_a_command_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["datasets"]) == 2
+    told = capsys.readouterr()
+    assert "Public data sets by name" in told.out
+    assert not told.err
+
+
 def test_names_are_listed(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["datasets", "list", "atari", "--available"]) == 0
     assert len(capsys.readouterr().out.split()) == 250
