@@ -97,7 +97,7 @@ class Durability:
     def _flushing(self) -> Iterator[Result]:
         with self._open() as rb:
             for rows in (1, 1000, 10_000):
-                if 2 * rows > rb.storage.spare:
+                if 2 * rows > rb.storage.geometry.spare:
                     continue  # a sync would begin before the flush
                 batches = iter(Stream(self.workload, rows, pool=2))
                 found = Counted(f"flush/{rows}", "rows since the last one")

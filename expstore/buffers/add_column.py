@@ -161,7 +161,7 @@ class LateFields(ShapingHandle):
         """Return those of some rows that are still there, as they are stored, with `index` and `id`."""
         storage = self._storage
         found, columns = read_present(storage, ids)
-        index = torch.from_numpy(storage.index_of(found))
+        index = torch.from_numpy(storage.geometry.index_of(found))
         root = {"index": index, "id": torch.from_numpy(found)}
         return found, form_of(storage).build(columns, (found.size,), root)
 

@@ -177,7 +177,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             return Draws(0, _CHOICE).numbers((words[0], words[1]))
         seeds = [rb.storage.seed % (1 << 64) for rb in self._rbs]
         key = int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0])
-        return Draws(key, _CHOICE).generator(sum(rb.storage.draw for rb in self._rbs))
+        return Draws(key, _CHOICE).generator(sum(rb.storage.draws.number for rb in self._rbs))
 
     def _counts(self, size: int) -> list[int]:
         return [rb._sampler.sampleable(rb.storage, size) for rb in self._rbs]
@@ -301,9 +301,9 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
                 part = rows[torch.from_numpy(places)]
                 ids = rb.extend(part, return_ids=True, update_priority=priorities, **key).numpy()
                 taken = ids > 0
-                index[places[taken]] = rb.storage.index_of(ids[taken])
+                index[places[taken]] = rb.storage.geometry.index_of(ids[taken])
                 if tracked:
-                    generation[places[taken]] = rb.storage.generations_of(ids[taken])
+                    generation[places[taken]] = rb.storage.geometry.generations_of(ids[taken])
         found = {"buffer_ids": torch.from_numpy(members), "index": torch.from_numpy(index)}
         if tracked:
             found["index_generation"] = torch.from_numpy(generation)

@@ -86,7 +86,7 @@ def numbers_in_part(storage: Storage, known: Written, kept: Array | None, return
 def numbers_of(storage: Storage, known: Written, return_ids: bool) -> IntArray:
     """Return indices, or ids, of the rows that a write has come to. Shape `(n,)`."""
     ids = np.arange(known.first_id, known.last_id + 1)
-    return ids if return_ids else storage.numbers_of(ids, run=True)
+    return ids if return_ids else storage.geometry.indices_of(ids, run=True)
 
 
 def spread(numbers: IntArray, kept: Array) -> IntArray:

@@ -237,7 +237,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
     def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
         """Return rows' numbers as users know them: one for each dim that makes rows."""
         return torch.from_numpy(
-            numbers if flat or self._storage.ndim == 1 else self._storage.unravel(numbers)
+            numbers if flat or self._storage.ndim == 1 else self._storage.geometry.unravel(numbers)
         )
 
     def _append(
@@ -282,7 +282,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             if priorities is not None:
                 storage.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])
-        numbers = ids if return_ids else storage.numbers_of(ids, run=run)
+        numbers = ids if return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else idempotency.spread(numbers, kept)
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
@@ -363,10 +363,10 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return {}
 
     def _info(self, selection: Selection, batch: Any) -> dict[str | Key, Any]:
-        index = self._indices(self._storage.index_of(selection.ids))
+        index = self._indices(self._storage.geometry.index_of(selection.ids))
         info: dict[str | Key, Array] = {"id": selection.ids}
         if self._writer.tracks_generations:
-            info["index_generation"] = self._storage.generations_of(selection.ids)
+            info["index_generation"] = self._storage.geometry.generations_of(selection.ids)
         info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
         for mark in selection.marks:
             stored = batch.get(mark.key) if is_tensor_collection(batch) else None
@@ -546,7 +546,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         if id is None and numbers.size and numbers.min() < 0:
             numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
-            ids = numbers if id is not None else self._storage.ids_at(numbers)
+            ids = numbers if id is not None else self._storage.geometry.ids_at(numbers, self._storage.window)
             count = self._storage.set_priorities(ids, values)
         self._sampler.on_priority_update(self._storage, ids, values)
         return count
@@ -593,7 +593,11 @@ class ReplayBuffer(Patching, LateFields, Direct):
         if isinstance(index, tuple):
             index = torch.stack([torch.as_tensor(part) for part in index], -1)
         numbers = to_array(index)
-        return numbers if self._storage.ndim == 1 else self._storage.ravel(numbers)
+        return (
+            numbers
+            if self._storage.ndim == 1
+            else self._storage.geometry.ravel(numbers, self._storage.window)
+        )
 
     @property
     def batch_size(self) -> int | None:
@@ -672,8 +676,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             self._writer.begin(storage)
         schema = prepare(storage, batch) if batch.arranged is None else storage.require_schema()
         if self._reader is None or self._read_of is not schema:
-            if self._limiter is None and storage.limits[1]:
-                storage.note_limits(0, 0)  # what it had counted is not all any more
+            if self._limiter is None and storage.draws.limits[1]:
+                storage.draws.note_limits(0, 0)  # what it had counted is not all any more
             self._reader, self._read_of = StepReader(schema, storage.keys), schema
             self._intake = None
             if is_plain(schema.form) and not schema.variable and storage.ndim == 1 and not self.dim_extend:

@@ -16,7 +16,7 @@ import torch
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
-    from expstore.core.draw_state import DrawPosition
+    from expstore.core.draw_state import DrawState
 
 __all__ = ["Draws", "GivenDraws", "Turn", "set_state"]
 
@@ -65,17 +65,17 @@ class Draws:
 
     # -- turns ahead of time: one thread at a time, which then hands out every turn it took, or none ------
 
-    def next(self, storage: DrawPosition) -> Turn:
+    def next(self, draws: DrawState) -> Turn:
         """Count a batch handed out, and return its turn."""
-        return storage.next_draw(), 0
+        return draws.next(), 0
 
-    def ahead(self, storage: DrawPosition, number: int) -> Turn:
+    def ahead(self, draws: DrawState, number: int) -> Turn:
         """Return the turn after `number` others that were taken ahead and are not handed out yet."""
-        return storage.draw + number, 0
+        return draws.number + number, 0
 
-    def hand_out(self, storage: DrawPosition) -> None:
+    def hand_out(self, draws: DrawState) -> None:
         """Count the oldest turn taken ahead as handed out."""
-        storage.next_draw()
+        draws.next()
 
     def give_back(self) -> None:
         """Be told that turns taken ahead will not be handed out."""
@@ -97,26 +97,26 @@ class GivenDraws(Draws):
 
     Args:
         given: The generator; on any device.
-        storage: Where its state is kept. Is one kept already, the generator goes on there; followers
-            keep none.
+        draws: The draws of the storage. If a state of a generator is kept there, the generator continues from
+            it; followers keep none.
 
     Raises:
         StateError: The state that is kept is of another kind of generator.
     """
 
-    def __init__(self, given: torch.Generator, storage: DrawPosition, *, resume: bool) -> None:
+    def __init__(self, given: torch.Generator, draws: DrawState, *, resume: bool) -> None:
         self._given = given
         self._lock = threading.Lock()
         self._ahead: deque[tuple[int, torch.Tensor]] = deque()  # numbers, and the states before each
         self._after: torch.Tensor | None = None  # the state after the newest of these
         super().__init__(0, _GIVEN)
-        if resume and storage.draws.randomness is not None:
-            self._resume(storage, *storage.draws.randomness)
+        if resume and draws.randomness is not None:
+            self._resume(draws, *draws.randomness)
         self._key = (given.initial_seed() & _MASK64, _GIVEN)
 
-    def _resume(self, storage: DrawPosition, draw: int, state: bytes) -> None:
+    def _resume(self, draws: DrawState, draw: int, state: bytes) -> None:
         set_state(self._given, torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        for _ in range(storage.draw - draw):
+        for _ in range(draws.number - draw):
             self._words()
 
     def _words(self) -> Turn:
@@ -125,26 +125,26 @@ class GivenDraws(Draws):
         words = torch.randint(*bounds, (2,), generator=self._given, device=self._given.device).tolist()
         return words[0] & _MASK64, words[1] & _MASK64
 
-    def next(self, storage: DrawPosition) -> Turn:
+    def next(self, draws: DrawState) -> Turn:
         """Count a batch handed out, and return its turn."""
         with self._lock:
-            storage.next_draw()
+            draws.next()
             return self._words()
 
-    def ahead(self, storage: DrawPosition, number: int) -> Turn:
+    def ahead(self, draws: DrawState, number: int) -> Turn:
         """Return the turn after `number` others that were taken ahead and are not handed out yet."""
         with self._lock:
             before = self._given.get_state()
             words = self._words()
-            self._ahead.append((storage.draw + number, before))
+            self._ahead.append((draws.number + number, before))
             self._after = self._given.get_state()
             return words
 
-    def hand_out(self, storage: DrawPosition) -> None:
+    def hand_out(self, draws: DrawState) -> None:
         """Count the oldest turn taken ahead as handed out."""
         with self._lock:
             self._ahead.popleft()
-            storage.next_draw()
+            draws.next()
 
     def give_back(self) -> None:
         """Take the generator back to the oldest turn taken ahead, unless somebody has moved it since."""
@@ -163,18 +163,18 @@ class GivenDraws(Draws):
     def _unmoved(self) -> bool:
         return self._after is not None and torch.equal(self._after, self._given.get_state())
 
-    def state(self, storage: DrawPosition) -> tuple[int, bytes]:
+    def state(self, draws: DrawState) -> tuple[int, bytes]:
         """Return what a restart needs: the number of the next draw, and the generator's state before it."""
         with self._lock:
             if self._ahead and self._unmoved():
                 draw, state = self._ahead[0]
             else:
-                draw, state = storage.draw, self._given.get_state()
+                draw, state = draws.number, self._given.get_state()
             return draw, state.numpy().tobytes()
 
-    def state_now(self, storage: DrawPosition) -> torch.Tensor:
+    def state_now(self, draws: DrawState) -> torch.Tensor:
         """Return the generator's state before the next batch that is handed out. Shape `(n,)`, uint8."""
-        return torch.frombuffer(bytearray(self.state(storage)[1]), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self.state(draws)[1]), dtype=torch.uint8)
 
 
 def set_state(generator: torch.Generator, state: torch.Tensor) -> None:

@@ -221,9 +221,9 @@ class Sequence(SampleUnit):
                 return None
             window, valid = self._window(steps, runs.first[numbers], runs.stop[numbers] - 1)
             ids = runs.ids(np.repeat(numbers, total).reshape(window.shape), window)
-        index = storage.index_of(anchors.ids)
+        index = storage.geometry.index_of(anchors.ids)
         if storage.ndim > 1:
-            index = storage.unravel(index)
+            index = storage.geometry.unravel(index)
         place = np.arange(total)
         learning = (place >= self.burn_in) & (place < self.burn_in + self.length)
         info = {key: np.repeat(values, total, axis=0) for key, values in anchors.info.items()}
@@ -264,10 +264,10 @@ class Sequence(SampleUnit):
 
 def _index_of(storage: Storage, ids: IntArray) -> Any:
     """Return the index of rows as code written for torchrl takes it."""
-    numbers = storage.index_of(ids)
+    numbers = storage.geometry.index_of(ids)
     if storage.ndim == 1:
         return torch.from_numpy(numbers)
-    return tuple(torch.from_numpy(places.copy()) for places in storage.unravel(numbers).T)
+    return tuple(torch.from_numpy(places.copy()) for places in storage.geometry.unravel(numbers).T)
 
 
 def check_unit(unit: SampleUnit | None, sampler: Sampler | None) -> SampleUnit | None:

@@ -73,8 +73,8 @@ class DrawingHandle(StoreHandle):
         if self._limiter is not None and not storage.follows:
             self._limiter.attach(storage)
         if self._generator is not None:
-            self._draws = GivenDraws(self._generator, storage, resume=True)
-            storage.watch_draws(self._draws)
+            self._draws = GivenDraws(self._generator, storage.draws, resume=True)
+            storage.draws.watch(self._draws)
 
     def _rest(self) -> None:
         if "_sampler" in self.__dict__ and self._sampler.filter is not None:
@@ -100,7 +100,7 @@ class DrawingHandle(StoreHandle):
         if "_storage" in state and self._generator is not None:
             given, draws = self._generator, self._draws
             # Batches that are made ahead have moved the generator; the copy makes them itself.
-            now = draws.state_now(self._storage) if isinstance(draws, GivenDraws) else given.get_state()
+            now = draws.state_now(self._storage.draws) if isinstance(draws, GivenDraws) else given.get_state()
             state["_copied"] = now, str(given.device)
         return state
 
@@ -116,7 +116,7 @@ class DrawingHandle(StoreHandle):
     @cached_property
     def _draws(self) -> Draws:
         worker = torch.utils.data.get_worker_info()
-        self._storage.watch_draws(None)
+        self._storage.draws.watch(None)
         return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
 
     @cached_property
@@ -151,7 +151,7 @@ class DrawingHandle(StoreHandle):
         if self._prefetch:
             made = self._ahead.next(_Batches(self), size)
             return made.batch, made.selection
-        batch, selection = self._make(self._draws.next(self._storage), size)
+        batch, selection = self._make(self._draws.next(self._storage.draws), size)
         self._sampler.hand_out(self._storage, selection)
         return batch, selection
 
@@ -167,8 +167,8 @@ class DrawingHandle(StoreHandle):
         self.__dict__.pop("_draws", None)
         self._generator = generator
         if generator is not None:
-            self._draws = GivenDraws(generator, self._storage, resume=False)
-            self._storage.watch_draws(self._draws)
+            self._draws = GivenDraws(generator, self._storage.draws, resume=False)
+            self._storage.draws.watch(self._draws)
 
     def _sampler_settings(self) -> dict[str, Any]:
         return self._sampler.settings()
@@ -184,8 +184,8 @@ class DrawingHandle(StoreHandle):
         storage, draws = self._storage, self.__dict__.get("_draws")  # to ask is not to draw
         generator = None
         if isinstance(draws, GivenDraws):
-            generator = draws.state_now(storage)
-        drawn = {"seed": storage.seed, "draw": storage.draw, "progress": list(storage.progress)}
+            generator = draws.state_now(storage.draws)
+        drawn = {"seed": storage.seed, "draw": storage.draws.number, "progress": list(storage.draws.progress)}
         return {
             "_storage": storage.state_dict(),
             "_sampler": self._sampler.state_dict(),
@@ -316,7 +316,7 @@ class _Batches:
         self._handle = handle
 
     def turn_ahead(self, number: int) -> Turn:
-        return self._handle._draws.ahead(self._handle._storage, number)
+        return self._handle._draws.ahead(self._handle._storage.draws, number)
 
     def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
         handle = self._handle
@@ -337,7 +337,7 @@ class _Batches:
         return not oldest or oldest > self._handle._storage.window.low
 
     def hand_out(self, made: Made) -> None:
-        self._handle._draws.hand_out(self._handle._storage)
+        self._handle._draws.hand_out(self._handle._storage.draws)
         self._handle._sampler.hand_out(self._handle._storage, made.selection)
 
     def give_back(self) -> None:

@@ -91,11 +91,11 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return super()._to_batch(data, single=single)
 
     def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
-        root = {"index": self._indices(self._storage.index_of(selection.ids))}
+        root = {"index": self._indices(self._storage.geometry.index_of(selection.ids))}
         if self._with_ids:
             root["id"] = torch.from_numpy(selection.ids)
         if self._writer.tracks_generations:
-            root["index_generation"] = torch.from_numpy(self._storage.generations_of(selection.ids))
+            root["index_generation"] = torch.from_numpy(self._storage.geometry.generations_of(selection.ids))
         for key, values in selection.info.items():
             if len(key) == 1 and (self._with_ids or key != ("anchor_id",)):
                 root[key[0]] = torch.from_numpy(values)

@@ -82,7 +82,7 @@ class RowsDataset(Dataset[Any]):
         drain = getattr(storage, "drain", None)
         if drain is not None and storage.can_write:
             drain()  # what is counted is to be in the sight of workers
-        self._count = storage.window.rows // storage.lanes * storage.lanes
+        self._count = storage.window.rows // storage.geometry.lanes * storage.geometry.lanes
         return self._count
 
     def __getitem__(self, index: int) -> Any:
@@ -131,14 +131,14 @@ class RowsDataset(Dataset[Any]):
         storage = self._rb.storage
         window = storage.window
         if storage.ndim > 1:
-            places, time_dim = storage.unravel(numbers), self._rb.dim_extend
+            places, time_dim = storage.geometry.unravel(numbers), self._rb.dim_extend
             places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time where batches have it
             return tuple(places.T)
         if not (window.gaps or (storage.capacity is None and window.low)):
             return numbers
         if numbers.size and int(numbers.max()) >= window.rows:
             raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows}")
-        found: IntArray = storage.index_of(window.nth(numbers))
+        found: IntArray = storage.geometry.index_of(window.nth(numbers))
         return found
 
 
@@ -213,7 +213,7 @@ class SlicesDataset(IterableDataset[Any]):
             if not ids:
                 return
             try:
-                batch = self._rb[storage.index_of(np.concatenate(ids))]
+                batch = self._rb[storage.geometry.index_of(np.concatenate(ids))]
             except (NoRowError, StateError) as exc:
                 if storage.closed or (isinstance(exc, StateError) and OVERTAKEN not in str(exc)):
                     raise

@@ -1,7 +1,6 @@
-"""Where the draws of a storage are: which number comes next, and what else a restart needs to go on.
+"""The state of the draws from a storage: the number of the next one, and what a restart needs to continue.
 
-Base of every storage. A backend keeps the numbers; what they mean, buffers and samplers know. It never
-draws.
+Buffers and samplers give the numbers their meaning; a storage keeps them. Nothing here draws.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from expstore.core.lock_order import LockOrder
 
 __all__ = [
     "NO_PROGRESS",
-    "DrawPosition",
+    "DrawSink",
     "DrawState",
     "Randomness",
     "RandomnessSource",
@@ -37,139 +35,130 @@ _DRAW = struct.Struct("<Q")
 
 
 class RandomnessSource(Protocol):
-    """What a storage needs of whoever draws by such a generator."""
+    """What a `DrawState` needs of a buffer that draws with a generator of the user's."""
 
-    def state(self, position: DrawPosition) -> Randomness:
-        """Return what a restart needs."""
-
-
-def _no_source() -> RandomnessSource | None:
-    return None
+    def state(self, draws: DrawState) -> Randomness:
+        """Return what a restart needs to continue."""
 
 
-@dataclass(slots=True)
+class DrawSink(Protocol):
+    """Where a storage on disk keeps the state of its draws between checkpoints.
+
+    Each method stores plain words and takes no lock.
+    """
+
+    def note_draw(self, number: int) -> None:
+        """Keep the number of the next draw."""
+
+    def note_progress(self, progress: Sequence[int]) -> None:
+        """Keep how far a sampler has come."""
+
+    def note_limits(self, sampled: int, settings: int) -> None:
+        """Keep what a rate limiter has counted."""
+
+
 class DrawState:
-    """Hold where the draws from one content are.
+    """The draws from one content of a storage.
 
-    An opening that fails never takes it back: a batch that was handed out meanwhile would come again.
-    Another content (`loads`) has another one, put in its place by one assignment.
+    Invariant: a number is handed out once. Reopening a store after an interruption keeps this object, since
+    another thread may be drawing meanwhile; loading another content replaces it by one assignment.
+
+    Threads: any number may draw. Crashes: the sink survives the process, a checkpoint the machine.
 
     Args:
-        number: Of the next draw; changed under `lock` alone.
-        progress: How far a sampler has come.
-        limits: Rows handed out while a rate limiter counted them, and a number that stands for its settings.
-        randomness: As of the last sync; None: draws follow from the seed.
-        source: Returns whose state is kept with the rows, if anyone's.
-        replaced: The content is no longer there; set where the next one is found, before it has draws.
+        number: The number of the next draw.
+        progress: How far a sampler has come: four numbers below 2^63, with a meaning of its own.
+        limits: The rows handed out under a rate limiter, and a number that stands for its settings.
+        randomness: The user's generator as of the last checkpoint; None: draws follow from the seed.
+        order: The lock order of the storage; None: a lock of its own.
+        sink: Where the numbers are kept; None: nowhere.
     """
 
-    number: int = 0
-    progress: tuple[int, ...] = NO_PROGRESS
-    limits: tuple[int, int] = (0, 0)
-    randomness: Randomness | None = None
-    source: Callable[[], RandomnessSource | None] = _no_source
-    replaced: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    __slots__ = (
+        "_lock",
+        "_sink",
+        "_source",
+        "limits",
+        "number",
+        "progress",
+        "randomness",
+        "replaced",
+        "sets",
+        "sets_kept",
+    )
 
-    def note_randomness(self, storage: DrawPosition) -> Randomness | None:
-        """Ask for the state of the user's generator, and return what a restart is to find."""
-        source = self.source()
-        if source is not None:
-            self.randomness = source.state(storage)
-        return self.randomness
-
-
-class DrawPosition:
-    """Count batches, and keep how far a sampler has come.
-
-    Threads: any number may draw. Crashes: as the backend keeps it.
-    """
-
-    def __init__(self) -> None:
-        self.lock_order = LockOrder()
-        self.draws = self._new_draws()
-
-    def _new_draws(
+    def __init__(
         self,
         number: int = 0,
         progress: tuple[int, ...] = NO_PROGRESS,
         limits: tuple[int, int] = (0, 0),
         randomness: Randomness | None = None,
-    ) -> DrawState:
-        """Return where draws from a content begin; see `DrawState`."""
-        lock = self.lock_order.ranked("draw", threading.Lock())
-        return DrawState(number, progress, limits, randomness, lock=lock)
+        *,
+        order: LockOrder | None = None,
+        sink: DrawSink | None = None,
+    ) -> None:
+        self.number = number
+        self.progress = progress
+        self.limits = limits
+        self.randomness = randomness
+        #: Whether the storage has another content by now, whose draws are not known yet.
+        self.replaced = False
+        #: How often the number was set, and how many of these a checkpoint has kept.
+        self.sets = self.sets_kept = 0
+        self._lock = (order or LockOrder()).ranked("draw", threading.Lock())
+        self._sink = sink
+        self._source: Callable[[], RandomnessSource | None] = _no_source
 
-    @property
-    def draw(self) -> int:
-        """How many batches have been handed out."""
-        return self.draws.number
-
-    @property
-    def progress(self) -> tuple[int, ...]:
-        """How far a sampler has come, as it has noted."""
-        return self.draws.progress
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """Rows handed out while a rate limiter counted them, and a number that stands for its settings."""
-        return self.draws.limits
-
-    def next_draw(self) -> int:
-        """Count a batch handed out and return its number, from 0."""
-        draws = self.draws
-        with draws.lock:
-            number = draws.number
-            draws.number = number + 1
-            self._note_draw(number + 1)
+    def next(self) -> int:
+        """Count a batch that is handed out and return its number, from 0."""
+        with self._lock:
+            number = self.number
+            self.number = number + 1
+            if self._sink is not None:
+                self._sink.note_draw(number + 1)
         return number
 
     def note_progress(self, progress: tuple[int, ...]) -> None:
-        """Keep how far a sampler has come, for a restart: four numbers below 2^63, of its own meaning."""
-        self.draws.progress = progress
-        self._note_progress(progress)
+        """Keep how far a sampler has come, for a restart."""
+        self.progress = progress
+        if self._sink is not None:
+            self._sink.note_progress(progress)
 
     def note_limits(self, sampled: int, settings: int) -> None:
-        """Keep how many rows were handed out under a rate limiter's settings; (0, 0): there is none."""
-        self.draws.limits = (sampled, settings)
-        self._note_limits(sampled, settings)
+        """Keep the rows handed out under a rate limiter's settings; (0, 0): there is no limiter."""
+        self.limits = (sampled, settings)
+        if self._sink is not None:
+            self._sink.note_limits(sampled, settings)
 
-    def watch_draws(self, draws: RandomnessSource | None) -> None:
-        """Be told whose state is to be kept with the rows; None: nobody's, draws follow from the seed.
-
-        It is held weakly: a buffer that is forgotten is to go at once.
-        """
-        if draws is None:
-            self.draws.randomness, self.draws.source = None, _no_source
-        else:
-            self.draws.source = weakref.ref(draws)
-
-    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
-        """Go on with another draw, also with an earlier one; a restart does so, too, when this returns.
-
-        Args:
-            draw: Its number.
-            progress: How far the sampler was then.
-        """
-        with self.draws.lock:
-            self.draws.number = draw
-            self._note_draw(draw)
+    def set(self, number: int, progress: Sequence[int]) -> None:
+        """Continue with another draw, possibly an earlier one; the next checkpoint keeps it."""
+        with self._lock:
+            self.number = number
+            self.sets += 1
+            if self._sink is not None:
+                self._sink.note_draw(number)
         self.note_progress(tuple(progress))
-        self._settle_draws()
 
-    # -- what a backend may want to know ---------------------------------------------------------
+    def watch(self, source: RandomnessSource | None) -> None:
+        """Keep the state of a user's generator with each checkpoint; None: draws follow from the seed.
 
-    def _note_draw(self, draw: int) -> None:
-        """Keep the draw number."""
+        The source is held weakly, so that a forgotten buffer is collected.
+        """
+        if source is None:
+            self.randomness, self._source = None, _no_source
+        else:
+            self._source = weakref.ref(source)
 
-    def _note_progress(self, progress: Sequence[int]) -> None:
-        """Keep how far a sampler has come."""
+    def note_randomness(self) -> Randomness | None:
+        """Ask for the state of the user's generator, and return what a restart needs."""
+        source = self._source()
+        if source is not None:
+            self.randomness = source.state(self)
+        return self.randomness
 
-    def _note_limits(self, sampled: int, settings: int) -> None:
-        """Keep what a rate limiter has counted."""
 
-    def _settle_draws(self) -> None:
-        """Bring the number of the next draw to the disk, though it may be smaller than before."""
+def _no_source() -> RandomnessSource | None:
+    return None
 
 
 def to_json(randomness: Randomness | None) -> list[int | str] | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from expstore.core.draw_state import DrawState
 from expstore.errors import NotReadyError, StateError
 
 __all__ = ["Limited", "MinSize", "RateLimiter", "SampleToInsertRatio"]
@@ -27,22 +28,21 @@ _LOOK_SECONDS = 0.1
 class Limited(Protocol):
     """What a limiter needs of a storage."""
 
-    capacity: int | None
+    @property
+    def capacity(self) -> int | None:
+        """The largest number of readable rows; None: unbounded."""
 
     @property
     def write_count(self) -> int:
         """How many rows were ever inserted."""
 
     @property
-    def limits(self) -> tuple[int, int]:
-        """How many rows were sampled, and under which settings of a limiter they were counted."""
+    def draws(self) -> DrawState:
+        """The state of the draws, which keeps what a limiter has counted."""
 
     @property
     def closed(self) -> bool:
         """Whether it is closed."""
-
-    def note_limits(self, sampled: int, settings: int) -> None:
-        """Keep both."""
 
     def __len__(self) -> int: ...
 
@@ -134,13 +134,13 @@ class RateLimiter:
                     "this limiter is another store's already", hint="give each buffer a limiter of its own"
                 )
             self._storage, self._closed = weakref.ref(storage), False
-            sampled, settings = storage.limits
+            sampled, settings = storage.draws.limits
             if settings != self._settings:
                 target = min(
                     max(self.samples_per_insert * self.min_size_to_sample, self.min_diff), self.max_diff
                 )
                 sampled = round(storage.write_count * self.samples_per_insert - target)
-                storage.note_limits(max(0, sampled), self._settings)
+                storage.draws.note_limits(max(0, sampled), self._settings)
 
     @property
     def _settings(self) -> int:
@@ -204,7 +204,7 @@ class RateLimiter:
     def _count(self, rows: int) -> None:
         with self._changed:
             storage = self._open_storage()
-            storage.note_limits(storage.limits[0] + rows, self._settings)
+            storage.draws.note_limits(storage.draws.limits[0] + rows, self._settings)
 
     # -- what may be asked at any time -----------------------------------------------------------
 
@@ -222,7 +222,7 @@ class RateLimiter:
         """Return settings, counts and who waits, in a form that JSON can keep."""
         with self._changed:
             storage = self._open_storage()
-            inserted, sampled = storage.write_count, storage.limits[0]
+            inserted, sampled = storage.write_count, storage.draws.limits[0]
         return {
             "limiter": repr(self),
             "inserted": inserted,
@@ -241,14 +241,14 @@ class RateLimiter:
     def _may_sample(self, storage: Limited, rows: int) -> bool:
         if len(storage) < self.min_size_to_sample:
             return False
-        sampled = storage.limits[0] + self._sampling + rows
+        sampled = storage.draws.limits[0] + self._sampling + rows
         return storage.write_count * self.samples_per_insert - sampled >= self.min_diff
 
     def _may_insert(self, storage: Limited, rows: int) -> bool:
         if len(storage) + self._inserting < self.min_size_to_sample:
             return True
         inserted = storage.write_count + self._inserting + rows
-        return inserted * self.samples_per_insert - storage.limits[0] <= self.max_diff
+        return inserted * self.samples_per_insert - storage.draws.limits[0] <= self.max_diff
 
     def _wait(
         self,
@@ -301,7 +301,7 @@ class RateLimiter:
         return self._refusal(f"cannot insert {rows} rows yet: {reason}", "sample() first")
 
     def _counts(self, storage: Limited) -> str:
-        inserted, sampled = storage.write_count, storage.limits[0]
+        inserted, sampled = storage.write_count, storage.draws.limits[0]
         error = inserted * self.samples_per_insert - sampled
         return (
             f"with {inserted} rows inserted and {sampled} sampled at {self.samples_per_insert:g} samples per "

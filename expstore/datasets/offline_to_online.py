@@ -147,7 +147,9 @@ class OfflineToOnlineReplayBuffer:
         if not self._transform.draws or not isinstance(self._offline, ReplayBuffer):
             return None
         storages = self._offline.storage, self._online.storage
-        return Draws(storages[0].seed, _TRANSFORMS).generator(sum(storage.draw for storage in storages))
+        return Draws(storages[0].seed, _TRANSFORMS).generator(
+            sum(storage.draws.number for storage in storages)
+        )
 
     def anneal(self, step: int, total_steps: int) -> None:
         """Let the data set's part fall from what it was at first to 0, in a straight line.
@@ -230,7 +232,9 @@ def prefill_replay_buffer(rb: Any, dataset: Any, n_samples: int | None = None, c
     rows = np.arange(len(dataset))
     if isinstance(dataset, ReplayBuffer):
         window = dataset.storage.window
-        rows = dataset.storage.index_of(window.nth(np.arange(window.rows))) if window.rows else rows[:0]
+        rows = (
+            dataset.storage.geometry.index_of(window.nth(np.arange(window.rows))) if window.rows else rows[:0]
+        )
     rows = rows[:n_samples]
     for first in range(0, rows.size, chunk_size):
         rb.extend(dataset[torch.from_numpy(rows[first : first + chunk_size])])

@@ -236,12 +236,16 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         kept = self.buffer.storage
         if kept.schema is None:
             return None
-        return torch.Size([kept.max_size // kept.lanes, *kept.dims])
+        return torch.Size([kept.max_size // kept.geometry.lanes, *kept.geometry.dims])
 
     @property
     def _last_cursor_index(self) -> int | None:
         kept = self.buffer.storage
-        return (kept.last // kept.lanes - 1) % (self.max_size // kept.lanes) if kept.last else None
+        return (
+            (kept.last // kept.geometry.lanes - 1) % (self.max_size // kept.geometry.lanes)
+            if kept.last
+            else None
+        )
 
     @property
     def _last_cursor(self) -> int | None:
@@ -385,7 +389,7 @@ class _Cursor:
     def value(self) -> int:
         """Return the index along time of the next row."""
         kept = self.storage.buffer.storage
-        return kept.last // kept.lanes % (-(-kept.max_size // kept.lanes))
+        return kept.last // kept.geometry.lanes % (-(-kept.max_size // kept.geometry.lanes))
 
     @value.setter
     def value(self, value: int) -> None:
@@ -402,7 +406,7 @@ class _WriteCount:
     def value(self) -> int:
         """Return how many."""
         kept = self.storage.buffer.storage
-        return kept.write_count // kept.lanes
+        return kept.write_count // kept.geometry.lanes
 
     @value.setter
     def value(self, value: int) -> None:

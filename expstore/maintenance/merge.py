@@ -341,10 +341,12 @@ class _Run:
 def _whole_steps(storage: FollowerStorage) -> IntArray:
     """Return the ids of all rows that can be read, but for those of steps that are not whole."""
     ids = storage.window.ids()
-    if storage.lanes == 1 or not ids.size:
+    if storage.geometry.lanes == 1 or not ids.size:
         return ids
-    steps, counts = np.unique((ids - 1) // storage.lanes, return_counts=True)
-    kept: IntArray = ids[np.isin((ids - 1) // storage.lanes, steps[counts == storage.lanes])]
+    steps, counts = np.unique((ids - 1) // storage.geometry.lanes, return_counts=True)
+    kept: IntArray = ids[
+        np.isin((ids - 1) // storage.geometry.lanes, steps[counts == storage.geometry.lanes])
+    ]
     return kept
 
 

@@ -236,9 +236,9 @@ class Sampler(metaclass=SamplerKind):
             index = np.stack([np.asarray(part) for part in index], axis=-1)
         numbers = np.asarray(index, np.int64).reshape(-1)
         if storage.ndim > 1:
-            numbers = storage.ravel(numbers.reshape(-1, storage.ndim))
+            numbers = storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
         with storage.lock:
-            ids = storage.ids_at(numbers[numbers != -1])
+            ids = storage.geometry.ids_at(numbers[numbers != -1], storage.window)
             storage.set_priorities(ids, np.full(ids.size, storage.max_priority, np.float32))
 
     def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:

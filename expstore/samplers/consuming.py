@@ -144,7 +144,7 @@ class ConsumingSampler(Sampler):
             tree, sampled = self._catch_up(storage)
             self._shown = (None, -1)  # until all is done: an interruption has the tree made anew
             kept = had[self._live.window.holds(had)]
-            held = storage.slot_of(kept)
+            held = storage.geometry.slot_of(kept)
             tree.set(held, np.zeros(held.size))
             left = int(tree.total)
             count = min(size - kept.size, left)
@@ -157,7 +157,7 @@ class ConsumingSampler(Sampler):
             beside = np.concatenate([held, places])
             self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
             self._shown = sampled, sampled.moves
-            ids = np.concatenate([kept, storage.ids_in(places, self._live.window)])
+            ids = np.concatenate([kept, storage.geometry.ids_in(places, self._live.window.last)])
             self._ran_out = tree.total == 0
         return ids
 

@@ -236,7 +236,7 @@ class Filter:
         with self.lock:
             known = ids <= self.window.last
             masses: Floats = np.zeros(ids.size)
-            masses[known] = self.masses[storage.slot_of(ids[known])]
+            masses[known] = self.masses[storage.geometry.slot_of(ids[known])]
         return masses
 
     def nothing(self, storage: Storage) -> NotReadyError:
@@ -331,12 +331,12 @@ class Filter:
         if not kept.all():
             ids, masses = ids[kept], masses[kept]
         self._conditions.check(ids, masses)
-        self._show(storage, now, storage.slot_of(ids), masses, whole=whole)
+        self._show(storage, now, storage.geometry.slot_of(ids), masses, whole=whole)
         return True
 
     def _show(self, storage: Storage, now: _Seen, slots: IntArray, masses: Floats, *, whole: bool) -> None:
         last = now.window.last
-        size = storage.slots or 1 << max(12, (last - 1).bit_length())
+        size = storage.geometry.slots or 1 << max(12, (last - 1).bit_length())
         with self.lock:
             held = self.masses
             if whole or held.size < size:
@@ -361,7 +361,7 @@ class Filter:
             slots = storage.changed_since(before.changes)
             if slots is None:
                 return None
-            found.append(storage.ids_in(slots, before.window))
+            found.append(storage.geometry.ids_in(slots, before.window.last))
         if now.table is not None and now.touched != before.touched:
             with storage.episode_lock:
                 episodes = now.table.touched.since(before.touched)

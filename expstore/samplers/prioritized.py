@@ -161,7 +161,7 @@ class PrioritizedSampler(Sampler):
                 return None
             places, weights = tree.find(generator.random(size) * tree.total)
         bias = self._undo_bias(weights / smallest)
-        return Selection(storage.ids_in(places, window), {("priority_weight",): bias})
+        return Selection(storage.geometry.ids_in(places, window.last), {("priority_weight",): bias})
 
     def _undo_bias(self, chances: Array) -> Array:
         """Return the weights of rows with these chances, in units of the smallest. Shapes `(n,)`."""

@@ -189,12 +189,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         starts = self._starts
         tree = weights.catch_up(storage, lambda places: self._weigh(storage, places))
         ids = starts.find(storage, runs, least, strict=self.slicing.strict_length)
-        here = storage.slot_of(ids[weights.window.holds(ids)])
+        here = storage.geometry.slot_of(ids[weights.window.holds(ids)])
         weights.change(storage, here, lambda places: self._weigh(storage, places))
         return tree
 
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
-        held = self._starts.hold(places, storage.ids_in(places, storage.window))
+        held = self._starts.hold(places, storage.geometry.ids_in(places, storage.window.last))
         weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
         return weights
 
@@ -295,7 +295,7 @@ class _Starts:
         self._done[changed] = np.maximum(self._done[changed], end)
         ids = runs.rows(changed, begin, more)
         self._note(
-            storage.slot_of(ids),
+            storage.geometry.slot_of(ids),
             ids,
             steps=np.arange(ids.size) + np.repeat(begin - (np.cumsum(more) - more), more),
             names=np.repeat(runs.episode[changed], more),

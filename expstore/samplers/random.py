@@ -76,7 +76,7 @@ class RandomSampler(Sampler):
             if not tree.total > 0:
                 return None
             places, _ = tree.find(generator.random(size) * tree.total)
-            return Selection(storage.ids_in(places, self._masses.window))
+            return Selection(storage.geometry.ids_in(places, self._masses.window.last))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""

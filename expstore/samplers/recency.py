@@ -136,7 +136,7 @@ class RecencySampler(Sampler):
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places), self._narrow)
             if tree.total > _FAINT:
                 places, _ = tree.find(generator.random(size) * tree.total)
-                return Selection(storage.ids_in(places, self._weights.window))
+                return Selection(storage.geometry.ids_in(places, self._weights.window.last))
             return self._by_faint_weight(storage, self._weights.window, size, generator)
 
     def _by_faint_weight(
@@ -171,7 +171,7 @@ class RecencySampler(Sampler):
         half_life, unit = self._scale
         if half_life is None:
             return np.ones(places.size)
-        weights: Array = np.exp2((storage.ids_in(places, self._window) - unit) / half_life)
+        weights: Array = np.exp2((storage.geometry.ids_in(places, self._window.last) - unit) / half_life)
         return weights
 
     def __getstate__(self) -> dict[str, Any]:

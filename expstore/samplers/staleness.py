@@ -225,7 +225,7 @@ class StalenessAwareSampler(Sampler):
     def _keep(self) -> None:
         storage = None if self._storage is None else self._storage()
         if storage is not None and not storage.closed:
-            storage.note_progress((_KIND, self._consumer_version, 0, 0))
+            storage.draws.note_progress((_KIND, self._consumer_version, 0, 0))
 
     @property
     def reads(self) -> frozenset[Key]:
@@ -236,7 +236,7 @@ class StalenessAwareSampler(Sampler):
         """Go on with the version that the storage's last sampler of this kind had, unless one was set."""
         super().attach(storage)
         self._storage, self._known, self._masses = weakref.ref(storage), _Known(), None
-        kind, version, *_ = storage.progress
+        kind, version, *_ = storage.draws.progress
         if self._told:
             self._keep()
         elif kind == _KIND:

@@ -113,18 +113,18 @@ class StreamingSliceSampler(SliceSampler):
             ValueError: It can never hold a slice.
         """
         length = self.slicing.slice_len or 1
-        if storage.capacity is not None and storage.capacity < length * storage.lanes:
+        if storage.capacity is not None and storage.capacity < length * storage.geometry.lanes:
             raise ValueError(
                 f"Storage capacity {storage.capacity} cannot hold one slice_len={length} window."
             )
         super().attach(storage)
         self._begins = _Begins()
         self._storage = weakref.ref(storage)
-        kind, written = storage.progress[:2]
+        kind, written = storage.draws.progress[:2]
         with self._own:
             self._mark = self._handed = _mark_at(storage, written) if kind == self._kind else storage.last
         if kind != self._kind and not storage.follows:
-            storage.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
+            storage.draws.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
 
     def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and others.
@@ -183,7 +183,9 @@ class StreamingSliceSampler(SliceSampler):
     ) -> tuple[IntArray, IntArray]:
         """Return run and step of those rows that complete a slice; run -1 for rows that are not shown."""
         if runs is storage.runs:
-            (steps,) = storage._take(storage.slot_of(ids), [len(storage.require_schema().fields) + 2])
+            (steps,) = storage._take(
+                storage.geometry.slot_of(ids), [len(storage.require_schema().fields) + 2]
+            )
             return runs.locate(ids[steps.reshape(-1) % length == length - 1])
         run, step = runs.locate(ids)
         run, step = run[run >= 0], step[run >= 0]
@@ -206,7 +208,7 @@ class StreamingSliceSampler(SliceSampler):
         with self._own:
             if selection.progress[1] > self._handed:  # of two threads the later ones may come first
                 self._handed = selection.progress[1]
-                storage.note_progress((self._kind, _written_at(storage, self._handed), 0, 0))
+                storage.draws.note_progress((self._kind, _written_at(storage, self._handed), 0, 0))
 
     def rewind(self, storage: Storage) -> None:
         """Go back to where the last batch that was handed out has ended."""

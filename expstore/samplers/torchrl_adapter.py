@@ -237,7 +237,7 @@ def chosen(storage: Storage, index: Any, info: Any) -> Selection:
         NotFoundError: There is no row of some index.
         StateError: They are no integers.
     """
-    ids = storage.ids_at(_numbers(storage, index))
+    ids = storage.geometry.ids_at(_numbers(storage, index), storage.window)
     columns, marks, notes = _sorted_info(info, ids.size)
     return Selection(ids, columns, marks=marks, notes=notes)
 
@@ -254,15 +254,15 @@ def _numbers(storage: Storage, index: Any) -> IntArray:
     if numbers.dtype.kind not in "iu":
         raise StateError(f"rows are found by integers, not by {numbers.dtype}")
     if storage.ndim > 1 and numbers.ndim > 1:
-        return storage.ravel(numbers.reshape(-1, storage.ndim))
+        return storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
     flat: IntArray = numbers.reshape(-1).astype(np.int64)
     return np.where(flat < 0, flat + len(storage), flat)
 
 
 def _index(storage: Storage, ids: IntArray) -> IntArray:
     """Return the indices of rows as torchrl has them. Shape `(n,)`; `(n, ndim)` where ndim is above 1."""
-    numbers = storage.index_of(ids)
-    return numbers if storage.ndim == 1 else storage.unravel(numbers)
+    numbers = storage.geometry.index_of(ids)
+    return numbers if storage.ndim == 1 else storage.geometry.unravel(numbers)
 
 
 def _array(values: Any) -> Array:

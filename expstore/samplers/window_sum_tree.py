@@ -98,21 +98,21 @@ class WindowTree:
         if tree is not None and (upheavals, window) == (self.upheavals, shown) and not changed:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
-        size = storage.slots or 1 << max(12, (window.last - 1).bit_length())
+        size = storage.geometry.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
         if tree is None or upheavals != self.upheavals or not followed:
             tree = new_sum_tree(size)
-            places = storage.slot_of(window.ids())
+            places = storage.geometry.slot_of(window.ids())
             weights = np.zeros(tree.size)
             weights[places] = weigh(places)
             tree.fill(weights)
         else:
             tree.grow(size)
-            gone = storage.slot_of(np.arange(shown.low + 1, window.low + 1))
+            gone = storage.geometry.slot_of(np.arange(shown.low + 1, window.low + 1))
             tree.set(gone, np.zeros(gone.size))
-            new = storage.slot_of(np.arange(shown.last + 1, window.last + 1))
+            new = storage.geometry.slot_of(np.arange(shown.last + 1, window.last + 1))
             if changed and moved is not None:
-                new = np.concatenate([new, moved[window.holds(storage.ids_in(moved, window))]])
+                new = np.concatenate([new, moved[window.holds(storage.geometry.ids_in(moved, window.last))]])
             tree.set(new, weigh(new))
         self.tree, self.upheavals, self.window = tree, upheavals, window
         return tree
@@ -124,7 +124,7 @@ class WindowTree:
             return  # it will be made of all weights
         if window != storage.window:  # rows have come of which the tree does not know
             places = places[places < tree.size]
-            places = places[window.holds(storage.ids_in(places, window))]
+            places = places[window.holds(storage.geometry.ids_in(places, window.last))]
         if filter is None:
             tree.set(places, weigh(places))
             return

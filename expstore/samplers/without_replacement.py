@@ -107,7 +107,7 @@ class SamplerWithoutReplacement(Sampler):
         super().attach(storage)
         with self._lock:
             self._ran_out = False
-            kind, number, position, size = storage.progress
+            kind, number, position, size = storage.draws.progress
             self._key = None
             self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
@@ -143,7 +143,7 @@ class SamplerWithoutReplacement(Sampler):
         self, storage: Storage, size: int, batch_size: int, generator: np.random.Generator
     ) -> Selection:
         step = self._step(size, batch_size, generator)
-        ids = storage.ids_at(_indices(storage, size, step.places))
+        ids = storage.geometry.ids_at(_indices(storage, size, step.places), storage.window)
         self._settle(step)
         return Selection(ids, progress=(self._kind, *step.after))
 
@@ -181,7 +181,7 @@ class SamplerWithoutReplacement(Sampler):
         size, reach = named[2], max(_LOOK, 2 * count)
         while position < size and self.filter is not None:
             places = self._placed(*named, np.arange(position, min(position + reach, size)))
-            ids = storage.ids_at(_indices(storage, size, places))
+            ids = storage.geometry.ids_at(_indices(storage, size, places), storage.window)
             good = np.flatnonzero(self.filter.masses_of(storage, ids))
             found.append(ids[good[:count]])
             if good.size > count:
@@ -229,7 +229,7 @@ class SamplerWithoutReplacement(Sampler):
         """Choose the rows that have taken the places of those that were overwritten."""
         filter = self.filter
         with suppress(NotFoundError):
-            ids = storage.ids_at(storage.index_of(selection.ids))
+            ids = storage.geometry.ids_at(storage.geometry.index_of(selection.ids), storage.window)
             if filter is not None and not (good := filter.masses_of(storage, ids) > 0).all():
                 more = self.sample(storage, int(np.count_nonzero(~good)), generator)
                 return replace(more, ids=np.concatenate([ids[good], more.ids]))
@@ -242,7 +242,7 @@ class SamplerWithoutReplacement(Sampler):
         with self._lock:
             if selection.progress[1:3] > self._handed[:2]:  # of two threads the later rows may come first
                 self._handed = selection.progress[1], selection.progress[2], selection.progress[3]
-                storage.note_progress(selection.progress[:4])
+                storage.draws.note_progress(selection.progress[:4])
             self._ran_out = selection.progress[2] == 0
 
     def stands(self, storage: Storage, selection: Selection) -> bool:

@@ -60,7 +60,7 @@ def relations_of(storage: Storage, window: Window) -> Relations:
     if sampled is not None:
         gather = None if scattered is None else partial(scattered.counts, sampled)
         runs = window.runs() if scattered is None else ()
-        parts = sampled.views(piece for first, count in runs for piece in storage.pieces(first, count))
+        parts = sampled.views(piece for first, count in runs for piece in storage.geometry.runs(first, count))
         columns.append(Column(("_sampled",), SAMPLED.dtype, (), parts, gather=gather))
     own = [column.key[0] for column in columns]
     columns += [
@@ -143,7 +143,7 @@ class _Scattered:
     def counts(self, sampled: Sampled) -> list[Array]:
         """Return how often rows were sampled."""
         window = self._window
-        return self._pick(sampled.views(self._storage.pieces(window.low + 1, window.size)))
+        return self._pick(sampled.views(self._storage.geometry.runs(window.low + 1, window.size)))
 
     def _pick(self, parts: Sequence[Array]) -> list[Array]:
         """Take the rows that can be read out of views of all; wide ones are viewed run by run."""

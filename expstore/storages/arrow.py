@@ -171,10 +171,10 @@ class ArrowStorage(ZarrStorage):
 
     def _tell_left(self, segments: SegmentWriter) -> None:
         """Tell segments which rows have left: in a ring those of which not even a slot is left."""
-        if self.slots is None:
+        if self.geometry.slots is None:
             segments.note_left(self._window.low, self._window.gaps)
         else:
-            segments.note_left(max(self.retired, self.last - self.slots), NO_GAPS)
+            segments.note_left(max(self.retired, self.last - self.geometry.slots), NO_GAPS)
 
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         if self._segments is not None:

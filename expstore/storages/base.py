@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from expstore.core.change_log import Changed
-from expstore.core.draw_state import DrawPosition
-from expstore.core.geometry import Grid, check_ndim, round_up
+from expstore.core.draw_state import DrawState
+from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.idempotency import WriteKeys
+from expstore.core.lock_order import LockOrder
 from expstore.core.spare_slots import spare_slots
-from expstore.core.values import Array, IntArray, Key, Ranking, Window, cut_run, key_name
+from expstore.core.values import Array, IntArray, Key, Ranking, Window, key_name
 from expstore.disk.fair_lock import FairLock
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
@@ -66,7 +67,7 @@ class Watcher(Protocol):
         """Follow priorities of some slots that were just set. Shape `(n,)`."""
 
 
-class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
+class Storage(Described, Indexed, Keyed, Stateful, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -86,8 +87,11 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         super().__init__()
-        self.capacity = capacity
-        self.take_grid(check_ndim(ndim), ())
+        self.lock_order = LockOrder()
+        #: The number of the next batch, and what else a restart needs to draw the same ones.
+        self.draws = DrawState(order=self.lock_order)
+        #: How ids, slots and indices correspond.
+        self.geometry = RingGeometry(capacity, check_ndim(ndim))
         self.schema: Schema | None = None
         self.keys = Keys()
         self.seed = 0
@@ -136,6 +140,26 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
     # -- what can be read ------------------------------------------------------------------------
 
     @property
+    def capacity(self) -> int | None:
+        """The largest number of readable rows; None: unbounded."""
+        return self.geometry.capacity
+
+    @property
+    def ndim(self) -> int:
+        """How many dims of a batch are rows; TorchRL's word."""
+        return self.geometry.ndim
+
+    @property
+    def max_size(self) -> int:
+        """The largest number of readable rows; 2^63 - 1 in a storage without a capacity."""
+        return self.geometry.max_size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The number of rows along each dim: steps of time so far, then the sizes of the other dims."""
+        return self.geometry.shape(self.window.size)
+
+    @property
     def window(self) -> Window:
         """The ids that can be read now."""
         return self._window
@@ -172,29 +196,26 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             SchemaError: The fields are not those of the specs, or none that this storage keeps.
         """
         self.check_writable()
-        self.check_dims(dims)
+        self.geometry.check_dims(dims)
         self.check_described(schema)
-        former = self.capacity
+        former = self.geometry
+        self.geometry = self.geometry_for(schema, former.with_dims(dims))
         try:
-            self.take_grid(self.ndim, dims)
-            self.spare = self.spare_for(schema, self.capacity, self.lanes)
-            self.reach = self.reach_for(schema, self.capacity, self.lanes)
             self._create(schema, keys)
         except BaseException:
-            self.capacity = former
-            self.take_grid(self.ndim, ())
+            self.geometry = former
             raise
         if self._counting:
             self._begin_sampled()
         self.schema, self.keys = schema, keys
 
-    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of spare slots; whole steps, so that only whole steps are ever overwritten."""
-        return round_up(spare_slots(capacity, schema.row_bytes + ROW_BYTES), lanes)
+    def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
+        """Return a ring with the slots beyond its capacity that rows of a schema need.
 
-    def reach_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of slots beyond those; whole steps."""
-        return 0
+        Their number is a multiple of the lanes, so that only whole steps of time are overwritten.
+        """
+        spare = spare_slots(ring.capacity, schema.row_bytes + ROW_BYTES)
+        return ring.with_slots(round_up(spare, ring.lanes), 0)
 
     def write(self, rows: Rows) -> None:
         """Make rows readable, all of them or none.
@@ -204,11 +225,11 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             StorageError: The disk failed; nothing is published.
         """
         self.check_writable()
-        if self.lanes > 1:
-            self.check_steps(rows.first_id, rows.count)
+        if self.geometry.lanes > 1:
+            self.geometry.check_steps(rows.first_id, rows.count)
         last = rows.first_id + rows.count - 1
-        if self.hold.first and self.slots is not None:
-            self._wait_for_copy(last - self.slots)
+        if self.hold.first and self.geometry.slots is not None:
+            self._wait_for_copy(last - self.geometry.slots)
         self._make_room(rows.count)
         self._expect_key(rows)
         if self.max_within and self.capacity is not None:
@@ -219,7 +240,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self._note_horizon(last)
             if self.sampled is not None:
                 with self.sampled_lock:
-                    self.sampled.renew(self.pieces(rows.first_id + skipped, rows.count - skipped))
+                    self.sampled.renew(self.geometry.runs(rows.first_id + skipped, rows.count - skipped))
             checksum = self._put(rows, skipped)
             self._publish(rows, skipped, checksum)
         except BaseException:
@@ -325,7 +346,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self._raise_max(ids, priorities)
             self.write_count += count
             self.counters.extends += 1
-            slots = self.slot_of(ids)
+            slots = self.geometry.slot_of(ids)
             for watcher in list(self._watchers):
                 watcher.on_priorities(self, slots)
 
@@ -336,7 +357,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             self._wait_for_copy(None)
         try:
             self._record_change(ids, places, columns, replaces=replaces)
-            slots = self.slot_of(ids)
+            slots = self.geometry.slot_of(ids)
             with self.changing(slots):
                 self._overwrite(slots, places, columns)
         except BaseException:
@@ -416,7 +437,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             here = self._window.holds(ids)
             if not here.all():
                 ids, values = ids[here], values[here]
-            slots = self.slot_of(ids)
+            slots = self.geometry.slot_of(ids)
             self.priorities[slots] = values
             if slots.size:
                 self.priorities_set = True
@@ -444,24 +465,20 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
             return
         ids = window.ids()
         ids = ids[ids > low]
-        values = self.priorities[self.slot_of(ids)]
+        values = self.priorities[self.geometry.slot_of(ids)]
         at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
         self.max_priority, self._max_id = float(values[at]), int(ids[at])
 
     def _fill_priorities(self, first_id: int, count: int) -> None:
         """Give new rows the largest priority seen so far, in RAM; grow the array if need be."""
-        slots = self.slots
+        slots = self.geometry.slots
         size = first_id + count - 1 if slots is None else slots
         if self.priorities.size < size:
             grown = np.ones(size if slots is not None else max(4096, 2 * size), np.float32)
             grown[: self.priorities.size] = self.priorities
             self.priorities = grown
-        for slot, _, n in self.pieces(first_id, count):
+        for slot, _, n in self.geometry.runs(first_id, count):
             self.priorities[slot : slot + n] = self.max_priority
-
-    def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
-        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
-        return cut_run(first_id, count, self.slots)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -477,7 +494,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         Returns:
             One array per field. Shapes `(n, *row shape)`.
         """
-        slots = self.slot_of(ids)
+        slots = self.geometry.slot_of(ids)
         for _ in range(3):
             before = self._changes
             columns = self._take(slots, places)
@@ -488,7 +505,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
 
     def intact(self, ids: IntArray) -> bool:
         """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
-        depth = self.depth
+        depth = self.geometry.depth
         if depth is None:
             gaps = self._window.gaps  # rows that leave there have their space given back
             kept = not self.retired or ids.size == 0 or int(ids.min()) > self.retired
@@ -589,7 +606,7 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
 
     def facts(self) -> dict[str, Any]:
         """Return what the relation `meta` shows."""
-        dims = {} if self.ndim == 1 else {"dims": list(self.dims)}
+        dims = {} if self.ndim == 1 else {"dims": list(self.geometry.dims)}
         return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed} | dims
 
     # -- what a backend supplies -----------------------------------------------------------------
@@ -661,6 +678,15 @@ class Storage(DrawPosition, Described, Grid, Indexed, Keyed, Stateful, ABC):
         raise StateError(f"a {self.kind} storage cannot load versions", hint="load into a store on disk")
 
     # -- what a backend may want to know -----------------------------------------------------------
+
+    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
+        """Continue with another draw, possibly an earlier one; a restart does so too when this returns.
+
+        Args:
+            draw: The number of the next draw.
+            progress: How far the sampler had come then.
+        """
+        self.draws.set(draw, progress)
 
     def _make_room(self, count: int) -> None:
         """Wait until `count` more rows may be written."""

@@ -50,9 +50,7 @@ class FolderStorage(Storage):
         """Take over what expstore.json says."""
         self.manifest = manifest
         self.uuid, self.seed = manifest.uuid, manifest.seed
-        self.spare, self.reach, self.flatten = manifest.spare, manifest.reach, manifest.flatten
-        self.capacity = manifest.capacity
-        self.take_grid(manifest.ndim, manifest.dims)
+        self.geometry, self.flatten = manifest.geometry, manifest.flatten
         self.ranking, self.specs = manifest.ranking, manifest.specs
 
     def load_redo(self, body: bytes, schema: Schema) -> Redo:

@@ -262,7 +262,7 @@ class FollowerStorage(FolderStorage):
 
     def _slots_of(self, last: int) -> int:
         """Return how many slots the ids up to `last` take."""
-        return last if self.slots is None else min(last, self.slots)
+        return last if self.geometry.slots is None else min(last, self.geometry.slots)
 
     def refresh(self) -> None:
         """Bring episodes up to the rows that show, priorities too."""
@@ -319,11 +319,13 @@ class FollowerStorage(FolderStorage):
     def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         """Return episodes and steps of a run of rows, less those that were overwritten meanwhile."""
         columns = self._source.columns
-        found = None if columns is None else episode_rows(columns, Overlay(), self.pieces(first_id, count))
+        found = (
+            None if columns is None else episode_rows(columns, Overlay(), self.geometry.runs(first_id, count))
+        )
         view = self._watch.look()
-        if found is None or view is None or self.slots is None:
+        if found is None or view is None or self.geometry.slots is None:
             return found
-        gone = max(0, min(count, view.horizon - self.slots - (first_id - 1)))
+        gone = max(0, min(count, view.horizon - self.geometry.slots - (first_id - 1)))
         return found[0][gone:], found[1][gone:]
 
     # -- what can be read ------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class FollowerStorage(FolderStorage):
             self._look_further(last)
         low = view.retired
         if self.capacity is not None:
-            low = max(low, last - self.capacity, view.horizon - self.capacity - self.spare)
+            low = max(low, last - self.capacity, view.horizon - self.capacity - self.geometry.spare)
         return Window(min(low, last), last, self.manifest.gaps)
 
     def _look_further(self, last: int) -> None:
@@ -414,9 +416,9 @@ class FollowerStorage(FolderStorage):
             return False
         if not source.live or view is None or not ids.size:
             return True
-        if self.depth is None:
+        if self.geometry.depth is None:
             return int(ids.min()) > view.retired
-        return int(ids.min()) > view.horizon - self.depth
+        return int(ids.min()) > view.horizon - self.geometry.depth
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -434,7 +436,7 @@ class FollowerStorage(FolderStorage):
             StateError: The writer has been changing these very rows for a second.
             CorruptionError: They lie in a damaged file.
         """
-        slots = self.slot_of(ids)
+        slots = self.geometry.slot_of(ids)
         due = 0.0
         while True:
             watch, live = self._watch, self._source.live
@@ -464,7 +466,7 @@ class FollowerStorage(FolderStorage):
         columns = self._source.columns
         if columns is None or columns.segments is None:
             return np.zeros(ids.size, np.int64)
-        return columns.segments.sizes(columns.segments.ids_of(self.slot_of(ids)))
+        return columns.segments.sizes(columns.segments.ids_of(self.geometry.slot_of(ids)))
 
     @property
     def unviewed_places(self) -> frozenset[int]:
@@ -477,7 +479,7 @@ class FollowerStorage(FolderStorage):
         source = self._source
         if source.columns is None:
             return [[] for _ in places]
-        runs = self.pieces(first_id, count)
+        runs = self.geometry.runs(first_id, count)
         columns = source.columns.columns
         found: list[list[Array]] = []
         for place in places:

@@ -83,7 +83,7 @@ def find(storage: Storage, index: Any, dim: int = 0) -> tuple[IntArray, tuple[in
     if storage.ndim == 1 and not dim:
         return _find_flat(storage, index)
     ids = _sorted(storage)
-    grid = ids.reshape(-1, *storage.dims).swapaxes(0, dim)
+    grid = ids.reshape(-1, *storage.geometry.dims).swapaxes(0, dim)
     try:
         chosen = np.asarray(grid[index])
     except IndexError as exc:
@@ -108,10 +108,12 @@ def _sorted(storage: Storage) -> IntArray:
     """Return the ids that can be read, in the order of their numbers; whole steps. Shape `(rows,)`."""
     window = storage.window
     ids = window.ids()
-    if window.gaps and storage.lanes > 1:  # a repair may have given up some cells of a step
-        _, step, cells = np.unique((ids - 1) // storage.lanes, return_inverse=True, return_counts=True)
-        ids = ids[cells[step] == storage.lanes]
-    ordered: IntArray = ids[np.argsort(storage.index_of(ids), kind="stable")]
+    if window.gaps and storage.geometry.lanes > 1:  # a repair may have given up some cells of a step
+        _, step, cells = np.unique(
+            (ids - 1) // storage.geometry.lanes, return_inverse=True, return_counts=True
+        )
+        ids = ids[cells[step] == storage.geometry.lanes]
+    ordered: IntArray = ids[np.argsort(storage.geometry.index_of(ids), kind="stable")]
     return ordered
 
 
@@ -132,7 +134,7 @@ def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
     # Where rows were given up without newer ones in their place, the newest is still number -1.
     end = storage.last if storage.capacity is None else storage.window.size
-    return storage.ids_at(np.where(numbers < 0, numbers + end, numbers)), shape
+    return storage.geometry.ids_at(np.where(numbers < 0, numbers + end, numbers), storage.window), shape
 
 
 def read_rows(
@@ -237,7 +239,7 @@ def contains(storage: Storage, item: Any) -> Any:
     if numbers.dtype.kind not in "iu":
         raise TypeError(f"rows are found by integers, not {type(item).__name__}")
     there = np.zeros(storage.max_size if storage.capacity is not None else storage.last, bool)
-    there[storage.index_of(storage.window.ids())] = True
+    there[storage.geometry.index_of(storage.window.ids())] = True
     size = len(storage)
     wrapped = np.where(numbers < 0, numbers + size, numbers)
     inside = (wrapped >= 0) & (wrapped < there.size)
@@ -247,7 +249,7 @@ def contains(storage: Storage, item: Any) -> Any:
 
 def rows_of(storage: Storage) -> Iterator[Any]:
     """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
-    rows = len(storage) if storage.lanes == 1 else _sorted(storage).size // storage.lanes
+    rows = len(storage) if storage.geometry.lanes == 1 else _sorted(storage).size // storage.geometry.lanes
     for number in range(rows):
         yield get(storage, number)
 
@@ -368,7 +370,7 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
         storage.row_class = batch.kind
         return storage.require_schema()
     check_form(batch, storage.schema)
-    storage.check_dims(batch.dims)
+    storage.geometry.check_dims(batch.dims)
     return storage.schema
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.buffer_pool import LEAST_BYTES, Recycled
-from expstore.core.draw_state import from_json
-from expstore.core.geometry import round_up
+from expstore.core.draw_state import DrawState, from_json
+from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
@@ -70,18 +70,18 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         return _copy, (type(self), self.capacity, self.seed, self.ndim, traits, self.state_dict())
 
     def _create(self, schema: Schema, keys: Keys) -> None:
-        size = self.slots or 4096
+        size = self.geometry.slots or 4096
         fields = (*schema.fields, *ROW_FIELDS[:-1])
         self._columns = [_empty(entry, size) for entry in fields]
 
-    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of spare slots: few for objects of any size, which stay until one is needed."""
-        if capacity is None or not schema.objects:
-            return super().spare_for(schema, capacity, lanes)
-        return round_up(-(-capacity // 8), lanes)
+    def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
+        """Return a ring with few spare slots for objects: each keeps one alive until it is overwritten."""
+        if ring.capacity is None or not schema.objects:
+            return super().geometry_for(schema, ring)
+        return ring.with_slots(round_up(-(-ring.capacity // 8), ring.lanes), 0)
 
     def _begin_sampled(self) -> None:
-        self.sampled = Sampled(self.slots or max(4096, self.last))
+        self.sampled = Sampled(self.geometry.slots or max(4096, self.last))
 
     def add_field(self, coming: Coming) -> None:
         """Have one more field: all of it, or nothing."""
@@ -124,11 +124,11 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _put(self, rows: Rows, skipped: int) -> int:
         first, count = rows.first_id + skipped, rows.count - skipped
-        if self.slots is None and first + count - 1 > len(self._columns[0]):
+        if self.geometry.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
             self._columns = [_grown(column, size) for column in self._columns]
         for column, values in zip(self._columns, (*rows.columns, *rows.assignment.numbers), strict=True):
-            for slot, offset, n in self.pieces(first, count):
+            for slot, offset, n in self.geometry.runs(first, count):
                 part = values[skipped + offset : skipped + offset + n]
                 if isinstance(column, np.ndarray):
                     column[slot : slot + n] = part
@@ -175,7 +175,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             self._log += self.episodes.end_episodes(self.counters.extends)
             super()._forget(last)
             self.content = (1, self.content[1] + 1)
-        if self.slots is None and self.schema is not None:
+        if self.geometry.slots is None and self.schema is not None:
             for column in self._columns:
                 if not isinstance(column, np.ndarray):
                     column.forget(last)
@@ -197,9 +197,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             moves = self.schema is not None and not self.schema.same(manifest.schema)
             with self.changing(), self.sampled_lock, self.episode_lock, self.moving_places(moves):
                 self.sampled = sampled
-                self.schema, self.spare, self.seed = manifest.schema, manifest.spare, manifest.seed
-                self.flatten, self.capacity = manifest.flatten, manifest.capacity
-                self.take_grid(manifest.ndim, manifest.dims)
+                self.schema, self.geometry, self.seed = manifest.schema, manifest.geometry, manifest.seed
+                self.flatten = manifest.flatten
                 self.ranking, self.specs = manifest.ranking, manifest.specs
                 if manifest.schema is not None:
                     self.keys = manifest.find_keys(manifest.schema)
@@ -210,7 +209,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.write_count, self.max_priority = base["write_count"], base["max_priority"]
                 self.horizon, self.retired = arrival.last, arrival.low
                 limits = base["limits"][0], base["limits"][1]
-                self.draws = self._new_draws(
+                self.draws = DrawState(
                     base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"])
                 )
                 self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
@@ -249,8 +248,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         return sampled
 
     def _make_room(self, count: int) -> None:
-        if self.slots is not None and count > self.spare:
-            through = min(self.last, self.last + count - self.slots)
+        if self.geometry.slots is not None and count > self.geometry.spare:
+            through = min(self.last, self.last + count - self.geometry.slots)
             if through > self.window.low:
                 self.retire(through)
 
@@ -274,7 +273,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
         columns = [*self._columns, self.priorities]
-        runs = self.pieces(first_id, count)
+        runs = self.geometry.runs(first_id, count)
         return [[_part(columns[place], slot, n) for slot, _, n in runs] for place in places]
 
     def sync(self) -> None:
@@ -329,13 +328,13 @@ class _Column:
 
     def lay(self, first_id: int, values: Array) -> None:
         """Take the values of a run of rows."""
-        for slot, offset, n in self._storage.pieces(first_id, len(values)):
+        for slot, offset, n in self._storage.geometry.runs(first_id, len(values)):
             self.reach(slot + n)
             self.rows[slot : slot + n] = values[offset : offset + n]
 
     def lay_rows(self, ids: IntArray, values: Array) -> None:
         """Take the values of single rows."""
-        self.rows[self._storage.slot_of(ids)] = values
+        self.rows[self._storage.geometry.slot_of(ids)] = values
 
 
 def _copy(

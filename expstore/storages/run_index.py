@@ -218,7 +218,7 @@ class Runs:
         """
         storage = self._held()
         # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
-        (names,) = storage._take(storage.slot_of(ids), [self._names_place()])
+        (names,) = storage._take(storage.geometry.slot_of(ids), [self._names_place()])
         return self.table.locate(as_names(names.reshape(-1)), ids)
 
     def _names_place(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
@@ -85,9 +86,9 @@ class TensorStorage(MemoryStorage):
         finally:
             self._uses_rows = False
 
-    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of spare slots: none beyond rows that are used in place."""
-        return 0 if self._uses_rows else super().spare_for(schema, capacity, lanes)
+    def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
+        """Return a ring without spare slots if rows are used in place."""
+        return ring.with_slots(0, 0) if self._uses_rows else super().geometry_for(schema, ring)
 
     def _put(self, rows: Rows, skipped: int) -> int:
         if not self._uses_rows:

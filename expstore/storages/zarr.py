@@ -103,7 +103,7 @@ class ZarrStorage(ArchivingStorage):
             self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
         if has_sampled(self.disk, group.folder):
-            self.sampled = SampledColumn(self.disk, group.folder, self.slots)
+            self.sampled = SampledColumn(self.disk, group.folder, self.geometry.slots)
         elif self._counting:
             self._begin_sampled()
 
@@ -117,8 +117,8 @@ class ZarrStorage(ArchivingStorage):
             self.disk,
             self.path / COLUMNS,
             fields,
-            self.slots,
-            reach=self.reach,
+            self.geometry.slots,
+            reach=self.geometry.reach,
             compression=self.manifest.compression,
         )
 
@@ -127,8 +127,10 @@ class ZarrStorage(ArchivingStorage):
         if group is None:
             return
         with self.poisoning():
-            SampledColumn.make(self.disk, group.folder, self.slots, ready=group.ready, pool=self._pool)
-            self.sampled = SampledColumn(self.disk, group.folder, self.slots)
+            SampledColumn.make(
+                self.disk, group.folder, self.geometry.slots, ready=group.ready, pool=self._pool
+            )
+            self.sampled = SampledColumn(self.disk, group.folder, self.geometry.slots)
 
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out: they are synced before long."""
@@ -138,13 +140,13 @@ class ZarrStorage(ArchivingStorage):
         if self.columns is None:
             return
         column = self.columns.columns[-1]
-        size = self.slots if self.slots is not None else max(4096, 2 * past.last)
+        size = self.geometry.slots if self.geometry.slots is not None else max(4096, 2 * past.last)
         self.priorities = np.ones(size, np.float32)
         known = min(size, column.ready)
         self.priorities[:known] = column.read(0, known)
         if not whole:
             for publish in past.unsynced():
-                for slot, _, n in self.pieces(*publish.written):
+                for slot, _, n in self.geometry.runs(*publish.written):
                     self.priorities[slot : slot + n] = publish.priority
         # After a power cut the whole column is written again: which pages were lost is not known.
         self._dirty_pages = np.full(-(-size // PAGE_ROWS), not whole)
@@ -155,10 +157,10 @@ class ZarrStorage(ArchivingStorage):
         """Take over how often rows were handed out; unless `whole`, those after the mark begin at 0."""
         newest = past.last if whole else min(past.last, past.synced)
         if newest > self._window.low:
-            sampled.require(newest if self.slots is None else min(newest, self.slots))
+            sampled.require(newest if self.geometry.slots is None else min(newest, self.geometry.slots))
         before = max(past.synced, self._window.low)
         if not whole and past.last > before:  # the very rows that are written again: no others may differ
-            sampled.forget(self.pieces(before + 1, past.last - before))
+            sampled.forget(self.geometry.runs(before + 1, past.last - before))
 
     def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
         group = self.columns
@@ -171,7 +173,7 @@ class ZarrStorage(ArchivingStorage):
         if self.sampled is not None:
             columns.append(self.sampled.column)
         if self.last > before:
-            newer = self.pieces(before + 1, self.last - before)
+            newer = self.geometry.runs(before + 1, self.last - before)
             group.rewrite(newer)
             if self.sampled is not None:
                 self.sampled.rewrite(newer)
@@ -200,9 +202,9 @@ class ZarrStorage(ArchivingStorage):
         schema = self.require_schema()
         touched = unsettled_blocks(
             past,
-            slots=self.slots,
-            spare=self.spare,
-            horizon=self._state.get("horizon") if self.same_boot else None,
+            slots=self.geometry.slots,
+            spare=self.geometry.spare,
+            horizon=self._shared.page.get("horizon") if self.same_boot else None,
             limit=limit,
             load=lambda body: self.load_redo(body, schema),
         )
@@ -215,7 +217,7 @@ class ZarrStorage(ArchivingStorage):
 
     def _readable_blocks(self) -> set[int]:
         window = self._window
-        return blocks_of(self.pieces(window.low + 1, window.size)) if window.size else set()
+        return blocks_of(self.geometry.runs(window.low + 1, window.size)) if window.size else set()
 
     def _settle(self, past: Past | None) -> None:
         group = self.columns
@@ -231,9 +233,9 @@ class ZarrStorage(ArchivingStorage):
     def _create(self, schema: Schema, keys: Keys) -> None:
         pool, folder = self._pool, self.path / COLUMNS
         fields = (*schema.fields, *ROW_FIELDS)
-        slots = self.slots
+        slots = self.geometry.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
-        packings = self.layout.packings(fields, slots, self.reach)
+        packings = self.layout.packings(fields, slots, self.geometry.reach)
         WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
         columns = self._make_columns(fields)
         columns.warm()
@@ -241,12 +243,13 @@ class ZarrStorage(ArchivingStorage):
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
-        numbers = {"capacity": self.capacity, "spare": self.spare, "reach": self.reach, "dims": self.dims}
+        ring = self.geometry
+        numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         manifest = self.manifest.replace(schema=schema, **numbers)
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self.columns = columns
-        self._note_layout()
+        self._shared.note_layout()
         size = 4096 if slots is None else slots
         self.priorities = np.full(size, self.max_priority, np.float32)
         self._dirty_pages = np.zeros(-(-size // PAGE_ROWS), bool)
@@ -264,7 +267,7 @@ class ZarrStorage(ArchivingStorage):
         self._payload = b""
         # The tail finds rows by their slots, so it cannot hold a batch that needs one slot twice.
         self._kept_back = (
-            count <= min(TAIL_ROWS, self.spare)
+            count <= min(TAIL_ROWS, self.geometry.spare)
             and columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
         )
         if self._kept_back:
@@ -279,7 +282,7 @@ class ZarrStorage(ArchivingStorage):
             self._fill_priorities(first, written)
             self._grow_pages()
             priorities = np.full(written, self.max_priority, np.float32)
-            crc = columns.write(self.pieces(first, written), arrays, numbers, priorities)
+            crc = columns.write(self.geometry.runs(first, written), arrays, numbers, priorities)
         if self.durable:
             self._make_durable(rows, arrays, numbers)
         return crc
@@ -290,12 +293,12 @@ class ZarrStorage(ArchivingStorage):
         group = self.columns
         if (
             group is not None
-            and count == rows.count <= self.spare
+            and count == rows.count <= self.geometry.spare
             and group.bytes_of(arrays, count) <= tuning.INLINE_BATCH_BYTES
         ):
             self._payload = b"".join(payload_parts(group, arrays, numbers))
         elif group is not None:
-            runs = self.pieces(rows.first_id + rows.count - count, count)
+            runs = self.geometry.runs(rows.first_id + rows.count - count, count)
             self._settle_rows(lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders()))
 
     def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> int:
@@ -318,11 +321,11 @@ class ZarrStorage(ArchivingStorage):
         try:
             with tail.lock, self._priority_lock:
                 if tail.count:
-                    pieces = self.pieces(tail.first_id, tail.count)
+                    pieces = self.geometry.runs(tail.first_id, tail.count)
                     priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
                     tail.write(columns, pieces, priorities)
                     # Before others see an empty tail: they write newer rows then, and set this further.
-                    self._state.set("drained", tail.first_id + tail.count - 1)
+                    self._shared.drain(tail.first_id + tail.count - 1)
                     tail.drop()
         except StorageError as exc:
             self.note_failure(exc)  # a new shard of a store that grows is synced at once
@@ -344,9 +347,9 @@ class ZarrStorage(ArchivingStorage):
         if self.sampled is not None:
             files |= taken(self.sampled.touched)
         self._due, self._changed = self._changed, set()
-        newer = min(self.last - max(self._synced, self.retired), self.slots or self.last)
+        newer = min(self.last - max(self._synced, self.retired), self.geometry.slots or self.last)
         if newer > 0:
-            pieces = self.pieces(self.last - newer + 1, newer)
+            pieces = self.geometry.runs(self.last - newer + 1, newer)
             files |= self.columns.files_of(pieces)
             self._due |= blocks_of(pieces)
         if self._due and self.checksums is not None:
@@ -383,7 +386,7 @@ class ZarrStorage(ArchivingStorage):
         with self._sync_lock, self.episode_lock:
             entries = self.checksums.entries()
             newer = self.last - self._synced
-            changed = self._changed | blocks_of(self.pieces(self._synced + 1, newer) if newer else [])
+            changed = self._changed | blocks_of(self.geometry.runs(self._synced + 1, newer) if newer else [])
             entries[[block for block in changed if block < entries.size]] = 0
         return entries
 
@@ -488,7 +491,7 @@ class ZarrStorage(ArchivingStorage):
             raise StateError("the store has no rows yet", hint="extend() it first")
         group = self.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-        if self._tail.count and self._tail.holds(slots, self.slots).any():
+        if self._tail.count and self._tail.holds(slots, self.geometry.slots).any():
             try:
                 self.drain()
             except StorageError:
@@ -499,8 +502,8 @@ class ZarrStorage(ArchivingStorage):
         group = self.columns
         if group is None or group.segments is None:
             return np.zeros(ids.size, np.int64)
-        slots = self.slot_of(ids)
-        if self._tail.count and self._tail.holds(slots, self.slots).any():
+        slots = self.geometry.slot_of(ids)
+        if self._tail.count and self._tail.holds(slots, self.geometry.slots).any():
             try:
                 self.drain()
             except StorageError:
@@ -512,7 +515,7 @@ class ZarrStorage(ArchivingStorage):
         if self.columns is None:
             return [[] for _ in places]
         self.drain()
-        runs = self.pieces(first_id, count)
+        runs = self.geometry.runs(first_id, count)
         columns = self.columns.columns
         found: list[list[Any]] = []
         over, segments = self._over(), self.columns.segments

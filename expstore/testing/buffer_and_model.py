@@ -123,8 +123,8 @@ class Life:
     def lap(self, short_of: int = 0) -> None:
         """Write on to the end of the ring's slots, or some rows short of it; nothing where there is none."""
         storage, lanes = self.storage, self.model.lanes
-        if storage.slots is not None and self.model.rows:
-            left = -self.model.last % storage.slots - short_of
+        if storage.geometry.slots is not None and self.model.rows:
+            left = -self.model.last % storage.geometry.slots - short_of
             if left >= lanes:
                 self.extend(left // lanes)
 
@@ -227,11 +227,15 @@ class Life:
         (number,) = storage.read(ids[::-1].copy(), [storage.place_of(("number",))])
         same(number, np.array([row.serial for row in rows[::-1]], np.int64), "rows by id")
         expect(storage.intact(ids), "rows that can be read are not intact")
-        same(storage.index_of(ids), np.array([model.index_of(row.id) for row in rows], np.int64), "index_of")
-        same(storage.ids_at(storage.index_of(ids)), ids, "ids_at")
+        same(
+            storage.geometry.index_of(ids),
+            np.array([model.index_of(row.id) for row in rows], np.int64),
+            "index_of",
+        )
+        same(storage.geometry.ids_at(storage.geometry.index_of(ids), storage.window), ids, "ids_at")
         if model.capacity is None or len(rows) < model.capacity:
             with raises(NoRowError, what="the index of the row that is to come"):
-                storage.ids_at(np.array([model.index_of(model.last + 1)]))
+                storage.geometry.ids_at(np.array([model.index_of(model.last + 1)]), storage.window)
         fields = len(storage.require_schema().fields)
         places = [fields, fields + 1, fields + 2, storage.priority_place]
         views = [np.concatenate(parts) for parts in storage.views(places, int(ids[0]), ids.size)]

@@ -56,7 +56,7 @@ class RingSuite(Declared):
         """The newest rows stay, and the next extend finds its place."""
         with self.life(tmp_path) as life:
             life.extend(5)
-            spare, slots = life.storage.spare, life.storage.slots or 0
+            spare, slots = life.storage.geometry.spare, life.storage.geometry.slots or 0
             for count in (spare - 1, spare, spare + 1, slots - 1, slots, slots + 1, 2 * slots + 3):
                 life.extend(count)
                 life.look()
@@ -72,7 +72,7 @@ class RingSuite(Declared):
                 life.look()
             life.add()
             life.look(episodes=True)
-            same(life.storage.slots, None, "the slots of a storage without bound")
+            same(life.storage.geometry.slots, None, "the slots of a storage without bound")
 
     def test_single_rows(self, tmp_path: Path) -> None:
         """Rows that come one by one are read at once, and with those that came in batches."""

@@ -191,8 +191,9 @@ class ChangeSuite(Declared):
             life.rb.sample()
             life.rb.sample()
             stats, storage = life.rb.stats(), life.storage
+            spare = storage.geometry.spare
             expected = {
-                "storage": storage.kind, "size": 20, "capacity": 20, "spare": storage.spare, "last_id": 27,
+                "storage": storage.kind, "size": 20, "capacity": 20, "spare": spare, "last_id": 27,
                 "write_count": 27, "draws": 2, "extends": 2, "utilization": 1.0,
             }  # fmt: skip
             same({name: stats[name] for name in expected}, expected, "stats")

@@ -58,7 +58,9 @@ class AnyLengthSuite(Declared):
                 for count in (1, 4, 20, 7, 30, 2, 1):
                     _put(storage, count)
                     _check(storage, storage.window.ids())
-                _put(storage, (-storage.last % storage.slots if storage.slots else 5000) + 3)
+                _put(
+                    storage, (-storage.last % storage.geometry.slots if storage.geometry.slots else 5000) + 3
+                )
                 _put(storage, 9)
                 ids = storage.window.ids()
                 _check(storage, ids[-20:])

@@ -139,7 +139,7 @@ def _runs(storage: Storage, trajectory_key: NestedKey | None) -> list[IntArray]:
         lengths = lengths[chosen]
         ids = runs.rows(chosen, runs.first[chosen].copy(), lengths)
     found = np.split(ids, np.cumsum(lengths)[:-1])
-    return sorted(found, key=lambda one: ((int(one[0]) - 1) % storage.lanes, int(one[0])))
+    return sorted(found, key=lambda one: ((int(one[0]) - 1) % storage.geometry.lanes, int(one[0])))
 
 
 def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:

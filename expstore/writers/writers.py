@@ -83,10 +83,12 @@ class Writer(ABC):
         numbers = torch.as_tensor(index)
         storage = None if self._storage is None else self._storage()
         if storage is not None and storage.ndim > 1 and numbers.ndim > 1:
-            numbers = torch.from_numpy(storage.ravel(numbers.cpu().numpy())).to(numbers.device)
+            numbers = torch.from_numpy(storage.geometry.ravel(numbers.cpu().numpy(), storage.window)).to(
+                numbers.device
+            )
         if storage is None or not self.tracks_generations:
             return torch.full(numbers.shape, -1, dtype=torch.int64, device=numbers.device)
-        found = storage.generations_at(numbers.cpu().numpy().astype(np.int64))
+        found = storage.geometry.generations_at(numbers.cpu().numpy().astype(np.int64), storage.window)
         return torch.from_numpy(found).to(numbers.device)
 
     def check(self) -> None:
@@ -454,13 +456,13 @@ class TensorDictMaxValueWriter(Writer):
                     ids = np.arange(start, min(start + _STEP, first + count))
                     self._read_ranks(storage, known.tree, ids)
             return known
-        ids = np.unique(storage.ids_in(slots, window))
+        ids = np.unique(storage.geometry.ids_in(slots, window.last))
         self._read_ranks(storage, known.tree, ids[window.holds(ids)])
         return known
 
     def _read_ranks(self, storage: Storage, tree: RankTree, ids: IntArray) -> None:
         (column,) = storage.read(ids, [self._place(storage)])
-        tree.set(storage.index_of(ids), self._rank(storage.require_schema(), column))
+        tree.set(storage.geometry.index_of(ids), self._rank(storage.require_schema(), column))
 
     @staticmethod
     def _stamp(storage: Storage, tree: RankTree) -> _Known:
@@ -503,7 +505,7 @@ class _Batch:
         first = storage.last + 1
         appended, ids = np.arange(room), np.full(ranks.size, -1)
         ids[:room] = first + appended
-        tree.set(storage.index_of(ids[:room]), ranks[:room])
+        tree.set(storage.geometry.index_of(ids[:room]), ranks[:room])
         places = tree.take(ranks[room:])
         taken = np.flatnonzero(places >= 0)
         # Of the rows that took the same place one after the other the last one has it.
@@ -513,7 +515,7 @@ class _Batch:
         new = offsets < room
         ids[appended[offsets[new]]] = -1
         appended[offsets[new]] = rows[new]
-        displaced = storage.ids_at(held[~new])
+        displaced = storage.geometry.ids_at(held[~new], storage.window)
         ids[rows[new]], ids[rows[~new]] = first + offsets[new], displaced
         return cls(ids, appended, rows[~new], displaced)
 

@@ -184,7 +184,7 @@ def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = Fals
     kept, ids = rb.storage, state.ids
     if state.spec.consume is None or not ids.size:
         return
-    pieces = kept.pieces(int(ids[0]), ids.size)
+    pieces = kept.geometry.runs(int(ids[0]), ids.size)
     found = np.concatenate(kept.sampled.views(pieces))
     column = np.concatenate([kept.sampled.column.read(slot, n) for slot, _, n in pieces])
     expect(np.array_equal(found, column), "the column has other counts than the handle")
@@ -202,7 +202,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
     group, sums, window = rb.storage.columns, rb.storage.checksums, rb.storage.window
     if group is None:
         return
-    pieces = rb.storage.pieces(window.low + 1, window.size) if window.size else []
+    pieces = rb.storage.geometry.runs(window.low + 1, window.size) if window.size else []
     lacking = sums.missing(blocks_of(pieces))
     expect(not lacking, f"blocks {sorted(lacking)} hold readable rows and have no checksums")
     for block in range(sums.blocks):
@@ -324,16 +324,16 @@ def _check_version_sampled(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     if state.spec.consume is None or not state.ids.size:
         return
     kept = rb.storage
-    column = find_sampled(Disk(), kept.path / "columns", kept.slots)
+    column = find_sampled(Disk(), kept.path / "columns", kept.geometry.slots)
     expect(column is not None, "there are no counts in it")
-    parts = [column.read(slot, n) for slot, _, n in kept.pieces(kept.window.low + 1, kept.window.size)]
+    parts = [column.read(slot, n) for slot, _, n in kept.geometry.runs(kept.window.low + 1, kept.window.size)]
     wanted = [state.sampled[i][-1] for i in state.ids.tolist()]
     expect(np.concatenate(parts).tolist() == wanted, "it has other counts")
 
 
 def check_sample(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Draw a batch and hold it against the words of the documentation."""
-    expect(rb.storage.draw == state.draw, f"draw {rb.storage.draw}, expected {state.draw}")
+    expect(rb.storage.draws.number == state.draw, f"draw {rb.storage.draws.number}, expected {state.draw}")
     if not state.left.size:
         try:
             rb.sample()

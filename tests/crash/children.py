@@ -473,7 +473,7 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
             check_rows(rb, state)
             check_info(rb, state)
             check_sampled(rb, state, cut=cut)
-            drawn = rb.storage.draw
+            drawn = rb.storage.draws.number
             low = min(s.noted_draw if cut else s.draw for s in states)
             high = max(s.draw for s in states)
             expect(low <= drawn <= high, f"draw {drawn}, expected {low} to {high}")

@@ -39,7 +39,7 @@ __all__ = ["BREAKS", "break_protocol"]
 
 def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
     """The record is appended, and a sync may cover it, before the columns are written."""
-    for slot, _, n in kept.pieces(rows.first_id + skipped, rows.count - skipped):
+    for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
         kept.columns.ensure(slot + n)  # a sync sums up what the columns hold
     extra = (
         rows.ids,
@@ -260,10 +260,13 @@ def break_late() -> None:
 def break_reach() -> None:
     """Rows lie with others that are overwritten before them."""
 
-    def reach(self: Any, schema: Any, capacity: int | None, lanes: int) -> int:
-        return 0 if capacity is None else lanes
+    geometry_for = PackableStorage.geometry_for
 
-    PackableStorage.reach_for = reach  # type: ignore[method-assign]
+    def with_short_reach(self: Any, schema: Any, ring: Any) -> Any:
+        found = geometry_for(self, schema, ring)
+        return found.with_slots(found.spare, 0 if found.capacity is None else found.lanes)
+
+    PackableStorage.geometry_for = with_short_reach  # type: ignore[method-assign]
     column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 

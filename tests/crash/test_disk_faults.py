@@ -264,7 +264,7 @@ class Life:
         expect(not synced, "a failed sync was forgiven")
         self.seen["went on"] += 1
         state = self._read(rb, states)
-        state.draw = rb.storage.draw
+        state.draw = rb.storage.draws.number
         if state.taking:  # a batch that was not handed out does not count
             state.sampled, state.taking = self.state.sampled, ()
         rng = np.random.default_rng(2)

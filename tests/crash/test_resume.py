@@ -132,9 +132,12 @@ def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: i
     version = 0
     for act in acts[:done]:
         version = do(alone, act, version)
-    if done < len(acts) and (rb.storage.last, rb.storage.draw) != (alone.storage.last, alone.storage.draw):
+    if done < len(acts) and (rb.storage.last, rb.storage.draws.number) != (
+        alone.storage.last,
+        alone.storage.draws.number,
+    ):
         if acts[done][0] == "draw" and handed_out(rb) == handed_out(alone):
-            alone.storage.next_draw()  # the batch was not handed out yet: its rows come again
+            alone.storage.draws.next()  # the batch was not handed out yet: its rows come again
         else:
             do(alone, acts[done], version)
     return alone
@@ -143,8 +146,8 @@ def reference(sampler: str, acts: list[Act], rb: TensorDictReplayBuffer, done: i
 def handed_out(rb: TensorDictReplayBuffer) -> Any:
     """Return what tells, beside the number of draws, what has been handed out."""
     storage = rb.storage
-    slots = storage.slot_of(storage.window.ids())
-    return storage.progress, None if storage.sampled is None else storage.sampled.values[slots].tolist()
+    slots = storage.geometry.slot_of(storage.window.ids())
+    return storage.draws.progress, None if storage.sampled is None else storage.sampled.values[slots].tolist()
 
 
 def batches(rb: TensorDictReplayBuffer) -> list[Any]:
@@ -168,10 +171,10 @@ def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None
     done = run_killed(store_path, sampler, acts, after, None)
     with expstore.open(store_path, capacity=CAPACITY, sampler=SAMPLERS[sampler](), batch_size=SIZE) as rb:
         alone = reference(sampler, acts, rb, done)
-        assert (rb.storage.last, rb.storage.draw) == (alone.storage.last, alone.storage.draw)
+        assert (rb.storage.last, rb.storage.draws.number) == (alone.storage.last, alone.storage.draws.number)
         ids = rb.storage.window.ids()
         # Priorities set just before the kill may be lost: those that are there decide.
-        alone.update_priority(id=ids, priority=rb.storage.priorities[rb.storage.slot_of(ids)])
+        alone.update_priority(id=ids, priority=rb.storage.priorities[rb.storage.geometry.slot_of(ids)])
         if isinstance(rb.sampler, StalenessAwareSampler) and isinstance(alone.sampler, StalenessAwareSampler):
             alone.sampler.consumer_version = rb.sampler.consumer_version  # set just before the kill, or not
         assert batches(rb) == batches(alone)

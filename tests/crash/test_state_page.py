@@ -58,12 +58,12 @@ def closed(tmp_path: Path) -> Path:
     path = build_store(tmp_path / "closed.exp", rows(20), capacity=CAPACITY, seed=1)
     storage = open_storage(path, KillingDisk())
     for _ in range(5):
-        storage.next_draw()
-    storage.note_progress(PROGRESS)
+        storage.draws.next()
+    storage.draws.note_progress(PROGRESS)
     storage.close()
     # Neither a draw nor a record comes with these.
     storage = open_storage(path, KillingDisk())
-    storage.note_limits(*LIMITS)
+    storage.draws.note_limits(*LIMITS)
     storage.close()
     return path
 
@@ -72,9 +72,9 @@ def live(path: Path, disk: Disk, pipe: int) -> None:
     """Open, draw, give up rows, draw, close; write to a pipe how often was drawn."""
     storage = open_storage(path, disk)
     for _ in range(2):
-        os.write(pipe, bytes([storage.next_draw() + 1]))
+        os.write(pipe, bytes([storage.draws.next() + 1]))
     storage.retire(3)
-    os.write(pipe, bytes([storage.next_draw() + 1]))
+    os.write(pipe, bytes([storage.draws.next() + 1]))
     storage.close()
 
 
@@ -103,8 +103,9 @@ def faults(closed: Path, folder: Path, warnings: Callable[[], list[str]]) -> lis
         except CorruptionError as exc:
             found.append(f"act {at}: {exc.message}")
             continue
-        if (storage.draw, storage.progress, storage.limits) != (drawn, PROGRESS, LIMITS):
-            found.append(f"act {at}: {storage.draw} draws of {drawn}, {storage.progress}, {storage.limits}")
+        draws = storage.draws
+        if (draws.number, draws.progress, draws.limits) != (drawn, PROGRESS, LIMITS):
+            found.append(f"act {at}: {draws.number} draws of {drawn}, {draws.progress}, {draws.limits}")
         found += [f"act {at}: {line}" for line in warnings()]
         storage.close()
         shutil.rmtree(path)
@@ -136,9 +137,9 @@ def test_a_seal_before_the_close_record_is_found(
 
     def seal_early(self: SyncedStorage) -> None:
         settle(self)
-        self._state.set("heartbeat", 0)
-        self._state.set("sequence", self._journal.sequence + 1)
-        self._state.seal()
+        self._shared.page.set("heartbeat", 0)
+        self._shared.page.set("sequence", self._journal.sequence + 1)
+        self._shared.page.seal()
 
     monkeypatch.setattr(SyncedStorage, "_sync_for_good", seal_early)
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
@@ -177,7 +178,11 @@ def test_a_flipped_bit_costs_nothing(
         storage = open_storage(path, KillingDisk())
         (line,) = warnings()
         assert "does not have its checksum" in line, where
-        assert (storage.draw, storage.progress, storage.limits) == (5, PROGRESS, LIMITS), where
+        assert (storage.draws.number, storage.draws.progress, storage.draws.limits) == (
+            5,
+            PROGRESS,
+            LIMITS,
+        ), where
         assert storage.last == 20, where
         storage.close()
         shutil.rmtree(path)
@@ -230,6 +235,6 @@ def test_a_journal_shorter_than_the_page_says_stays_damage(
     assert repair(closed).left == [finding]
     assert repair(closed, drop_damaged=True).left == []
     storage = open_storage(closed, disk)
-    assert (storage.last, storage.draw) == (20, 5)
+    assert (storage.last, storage.draws.number) == (20, 5)
     storage.close()
     assert verify(closed) == []

@@ -42,7 +42,7 @@ def child(number, arguments, after, milliseconds, ctrl_c=False):
             os.kill(os.getpid(), signal.SIGINT)
         elif calls == after:
             signal.setitimer(signal.ITIMER_PROF, milliseconds / 1000)
-        draw = hook.replay_buffer.storage.draw
+        draw = hook.replay_buffer.storage.draws.number
         found = sample(hook, batch)
         drawn.append([draw, found["id"].tolist()])
         return found

@@ -159,7 +159,9 @@ def reweighed(rb: TensorDictReplayBuffer) -> None:
 
 def staleness(rb: TensorDictReplayBuffer) -> Floats:
     ids = rb.storage.window.ids()
-    return np.maximum(6 - rb[rb.storage.index_of(ids)]["policy_version"].numpy(), 0).astype(np.float64)
+    return np.maximum(6 - rb[rb.storage.geometry.index_of(ids)]["policy_version"].numpy(), 0).astype(
+        np.float64
+    )
 
 
 def consume(rb: TensorDictReplayBuffer) -> None:

@@ -14,7 +14,7 @@ __all__ = ["held"]
 def held(rb: Any, order: str = "_id") -> dict[Key, bytes]:
     """Return all rows as bytes, with dtype and shape, by field; in the order of these columns of SQL."""
     ids = rb.sql(f"SELECT _id FROM transitions ORDER BY {order}").df()["_id"].to_numpy()
-    whole = rb[rb.storage.index_of(ids)]
+    whole = rb[rb.storage.geometry.index_of(ids)]
     found = {}
     for key in rb.schema.keys:
         values = whole[key]

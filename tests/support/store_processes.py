@@ -64,7 +64,7 @@ def change(rb: Any, rng: np.random.Generator) -> None:
     """Change some rows in place: `again` and `version` go together."""
     window = rb.storage.window
     ids = np.unique(rng.integers(window.low + 1, window.last + 1, 40))
-    index = rb.storage.index_of(ids)
+    index = rb.storage.geometry.index_of(ids)
     old = rb[index]
     version = int(rng.integers(1, 1000))
     new = old.clone()

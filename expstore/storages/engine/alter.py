@@ -170,7 +170,7 @@ class ReshapableStorage(PackableStorage):
         reshaped = group.reshaped(columns)
         with self.episode_lock, self._other_fields(schema):
             self.manifest, self.specs, self.columns = manifest, manifest.specs, reshaped
-            self._note_layout()
+            self._shared.note_layout()
         finish_late(self.disk, self.path)
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
         if sums is not None:
@@ -198,7 +198,7 @@ class _Building:
     def __init__(self, storage: ReshapableStorage, plan: Plan, entry: Field) -> None:
         self._storage, self._plan, self._entry = storage, plan, entry
         self.schema = storage.require_schema()
-        disk, slots = storage.disk, storage.slots
+        disk, slots = storage.disk, storage.geometry.slots
         self._top = storage.path / ASIDE / COLUMN
         self._below = Path(*entry.key[plan.top.count("/") + 1 :])
         disk.remove_tree(storage.path / ASIDE)
@@ -227,7 +227,7 @@ class _Building:
 
     def lay(self, first_id: int, values: Array) -> None:
         """Write the values of a run of rows."""
-        column, pieces = self.column, cut_run(first_id, len(values), self._storage.slots)
+        column, pieces = self.column, cut_run(first_id, len(values), self._storage.geometry.slots)
         self.reach(max((slot + n for slot, _, n in pieces), default=0))
         if not column.fills and not values.reshape(-1).view(np.uint8).any():
             return  # holes read as zeros, and these were never written to
@@ -240,7 +240,7 @@ class _Building:
     def lay_rows(self, ids: IntArray, values: Array) -> None:
         """Write the values of single rows."""
         if ids.size:
-            self._touched.update(self.column.write_rows(self._storage.slot_of(ids), values))
+            self._touched.update(self.column.write_rows(self._storage.geometry.slot_of(ids), values))
 
     def sync(self) -> None:
         """Bring to the disk what was written."""

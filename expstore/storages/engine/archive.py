@@ -282,7 +282,7 @@ class Archive:
     @property
     def most(self) -> int:
         """How many rows may come at once."""
-        return max(1, self.storage.spare // 2) if self.storage.schema is not None else 1024
+        return max(1, self.storage.geometry.spare // 2) if self.storage.schema is not None else 1024
 
     # -- rows that come before the ring has them ----------------------------------------------------
 
@@ -445,7 +445,7 @@ def with_left(storage: Storage, window: Window, after: int) -> Window:
     after = max(after, storage.given_up)
     if storage.schema is None or after >= window.low:
         return replace(window, low=min(after, window.last))
-    depth = storage.depth
+    depth = storage.geometry.depth
     if depth is not None:  # what lies before has been overwritten
         after = max(after, window.last - depth)
     place = len(storage.schema.fields)  # of the ids in the columns: there may be none of that number

@@ -185,7 +185,7 @@ class ArchivingStorage(RetainingStorage):
         ids = window.ids()
         if not ids.size:
             return {}
-        (episodes,) = self._take(self.slot_of(ids), [len(self.require_schema().fields) + 1])
+        (episodes,) = self._take(self.geometry.slot_of(ids), [len(self.require_schema().fields) + 1])
         return dict(zip(episodes.tolist(), ids.tolist(), strict=True))
 
     def _leaving(self, window: Window, archive: Archive) -> Iterator[Left]:
@@ -201,7 +201,7 @@ class ArchivingStorage(RetainingStorage):
             while at < count:
                 rows = max(1, min(archive.most, PIECE_BYTES // max(1, row_bytes), count - at))
                 ids = np.arange(first + at, first + at + rows)
-                columns = self._take(self.slot_of(ids), places)
+                columns = self._take(self.geometry.slot_of(ids), places)
                 _, episodes, steps, times = columns[fields:]
                 yield Left(ids, columns[:fields], episodes, steps, times)
                 at += rows
@@ -244,8 +244,8 @@ class ArchivingStorage(RetainingStorage):
             super().write(rows)
             return
         self.check_writable()
-        if self.lanes > 1:
-            self.check_steps(rows.first_id, rows.count)
+        if self.geometry.lanes > 1:
+            self.geometry.check_steps(rows.first_id, rows.count)
         self.check_space(rows.count)
         self.sync()
         try:
@@ -268,10 +268,10 @@ class ArchivingStorage(RetainingStorage):
 
     def _make_room(self, count: int) -> None:
         archive = self.archive
-        if archive is None or self.schema is None or (depth := self.depth) is None:
+        if archive is None or self.schema is None or (depth := self.geometry.depth) is None:
             super()._make_room(count)
             return
-        if count > self.spare:
+        if count > self.geometry.spare:
             self.check_space(count)
             self.sync()
             try:

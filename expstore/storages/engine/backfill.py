@@ -82,7 +82,7 @@ class Filler:
         if self._coming.compute is not None and storage.changes & ~1 != self._changes:
             window = storage.window
             slots = storage.changed_since(self._changes)
-            ids = window.ids() if slots is None else np.unique(storage.ids_in(slots, window))
+            ids = window.ids() if slots is None else np.unique(storage.geometry.ids_in(slots, window.last))
             ids = ids[window.holds(ids) & (ids <= self._done)]
             for start in range(0, ids.size, self._step):
                 found, values = self._values(ids[start : start + self._step])

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,8 @@ from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys
 from expstore.storages.engine.background_checkpoints import Keeper
-from expstore.storages.engine.shared_state import ShownStorage
-from expstore.storages.folder import refuse_objects
+from expstore.storages.engine.shared_state import SharedState
+from expstore.storages.folder import FolderStorage, refuse_objects
 from expstore.storages.format.journal import Journal, Kind
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.records import Mark
@@ -39,7 +39,7 @@ _logger = logging.getLogger("expstore")
 _ENDLESS = sys.maxsize
 
 
-class SyncedStorage(ShownStorage):
+class SyncedStorage(FolderStorage):
     """Append records and bring them to the disk, and the columns with them.
 
     Threads: as `Storage`; any thread may sync. Crashes: what a mark covers is on the disk. A failed
@@ -57,6 +57,7 @@ class SyncedStorage(ShownStorage):
     _log: EpisodeLog
     write_keys: KeyFile
     _keeper: Keeper
+    _shared: SharedState
     _pool: ThreadPoolExecutor
 
     def __init__(self, path: Path, manifest: Manifest, disk: Disk, *, durable: bool, min_free: int) -> None:
@@ -73,7 +74,6 @@ class SyncedStorage(ShownStorage):
         self._unsure = False
         self._synced = 0
         self._marked: tuple[object, ...] = ()  # what the last mark said, if nothing came after it
-        self._set_back = False  # the number of the next draw is one that was before
 
     def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
@@ -140,10 +140,9 @@ class SyncedStorage(ShownStorage):
         """
         self._sync(None)
 
-    def _settle_draws(self) -> None:
-        """Bring the number of the next draw to the disk, though it may be smaller than before."""
-        with self._sync_lock:
-            self._set_back, self._marked = True, ()
+    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
+        """Continue with another draw, possibly an earlier one; on the disk when this returns."""
+        super().set_draws(draw, progress)
         self.sync()
 
     def _sync(self, enough: Callable[[], bool] | None) -> None:
@@ -164,7 +163,8 @@ class SyncedStorage(ShownStorage):
     def _sync_now(self) -> File | None:
         """Run a sync: columns, journal, mark, journal; return where to cut the journal."""
         self.flush_priorities()
-        randomness = self.draws.note_randomness(self)
+        draws, sets = self.draws, self.draws.sets
+        randomness = draws.note_randomness()
         with self.episode_lock:
             if self._unsure:
                 return None  # the journal may hold rows of which memory does not know
@@ -176,11 +176,11 @@ class SyncedStorage(ShownStorage):
                 sequence=journal.sequence if half is None else half,
                 last_id=self.last,
                 log_length=self._log.length,
-                draw=self.draws.number,
-                progress=self.progress,
-                set_back=self._set_back,
+                draw=draws.number,
+                progress=draws.progress,
+                set_back=sets != draws.sets_kept,
                 randomness=randomness,
-                limits=self.limits,
+                limits=draws.limits,
                 write_count=self.write_count,
                 max_priority=self.max_priority,
             )
@@ -188,8 +188,8 @@ class SyncedStorage(ShownStorage):
             files |= self._unsynced_logs()
             segments = journal.sync_files()
             rotated = journal.rotated
-        said = (mark.draw, mark.progress, mark.limits)
-        if not (files or folders or rotated) and self._marked == (mark.sequence, *said):
+        said = (mark.draw, mark.progress, mark.limits, False)
+        if not (files or folders or rotated) and self._marked == (mark.sequence, *said[:-1], mark.set_back):
             return None
         try:
             self._sum_columns(mark.sequence)
@@ -208,7 +208,7 @@ class SyncedStorage(ShownStorage):
         self._note_marked()
         self.write_keys.settle()
         self._synced = mark.last_id
-        self._set_back = self._set_back and not mark.set_back
+        draws.sets_kept = sets
         self._marked = (sequence, *said) if sequence == mark.sequence + 1 else ()
         return segments[-1] if rotated and (half is None or half_in is segments[-1]) else None
 
@@ -269,7 +269,9 @@ class SyncedStorage(ShownStorage):
         spare = self.disk.free(self.path) - self._min_free
         newest = self.last + max(0, spare) // (self.schema.row_bytes + ROW_BYTES)
         # From then on rows take the places of older ones.
-        self._room_id = _ENDLESS if self.slots is not None and newest >= self.slots else newest
+        self._room_id = (
+            _ENDLESS if self.geometry.slots is not None and newest >= self.geometry.slots else newest
+        )
 
     def check_space(self, count: int) -> None:
         """Refuse rows that would leave the disk with less than `min_free_bytes`.

@@ -118,7 +118,7 @@ class RetainingStorage(ReshapableStorage):
         """
         with self.lock:
             self.check_writable()
-            if self.slots is not None:
+            if self.geometry.slots is not None:
                 raise StateError(f"{self.path} is a ring, whose rows leave by age")
             if self.hold.first:
                 self._wait_for_copy(None)  # a version may lack them yet
@@ -170,12 +170,12 @@ class RetainingStorage(ReshapableStorage):
                     files, folders = self._journal.unsettled()
                 self._sync_journal(files, folders)
             # Before gaps are taken out that it covers: who finds neither would miss their rows.
-            self._state.set("retired", max(self.retired, through))
+            self._shared.retire(max(self.retired, through))
             manifest = self.manifest.replace(gaps=rest)
             if rest != window.gaps:  # after the record: an index that lacks it is built anew
                 with self.poisoning():
                     manifest.save(self.disk, self.path)
-            self._note_layout()  # followers look again; what they gather meanwhile is void
+            self._shared.note_layout()  # followers look again; what they gather meanwhile is void
             with self.episode_lock:
                 self.upheavals += 1
                 self.retired = max(self.retired, through)
@@ -186,7 +186,7 @@ class RetainingStorage(ReshapableStorage):
         except BaseException:
             self.note_interruption()
             raise
-        self._state.set("sequence", sequence)
+        self._shared.note_record(sequence)
         return dead, pages
 
     def _note_emptied(self, pages: Gaps) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from expstore.core.geometry import round_up
+from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray, Ranking, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import Schema
@@ -65,29 +65,24 @@ class PackableStorage(DisplacingStorage):
         """Fields of which not all rows can be viewed."""
         return frozenset() if self.columns is None else self.columns.unviewed_places
 
-    def spare_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return the number of spare slots: whole steps, and whole chunks.
+    def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
+        """Return a ring whose slots beyond the capacity are whole steps of time and whole chunks.
+
+        Its reach is as far back as packed rows may refer to, and one chunk: a reader may find only the newer
+        rows of a chunk that is being overwritten.
 
         Raises:
-            SchemaError: What was asked of single fields has no meaning for these.
+            SchemaError: A setting of a single field does not fit the field.
         """
-        ColumnLayout(**self.manifest.layout).check(schema.fields, capacity)
-        spare = super().spare_for(schema, capacity, lanes)
-        if capacity is None:
-            return spare
-        return round_up(capacity + spare, math.lcm(lanes, self.layout.chunk_rows(schema.fields))) - capacity
-
-    def reach_for(self, schema: Schema, capacity: int | None, lanes: int) -> int:
-        """Return how many rows behind the oldest one stay.
-
-        As far as rows may lie with the next ones, and a chunk: of those in whose places rows come a reader
-        may find the newer ones alone.
-        """
-        layout, reach = self.layout, self.layout.reach(schema.fields)
-        each = layout.chunk_rows(schema.fields)
-        if capacity is None or not (reach or layout.packs(schema.fields)):
-            return 0
-        return round_up(reach + each, math.lcm(lanes, each))
+        ColumnLayout(**self.manifest.layout).check(schema.fields, ring.capacity)
+        ring = super().geometry_for(schema, ring)
+        if ring.capacity is None or ring.depth is None:
+            return ring
+        layout, back = self.layout, self.layout.reach(schema.fields)
+        chunk = layout.chunk_rows(schema.fields)
+        step = math.lcm(ring.lanes, chunk)
+        reach = round_up(back + chunk, step) if back or layout.packs(schema.fields) else 0
+        return ring.with_slots(round_up(ring.depth, step) - ring.capacity, reach)
 
     def packed_now(self) -> dict[int, PackedRows]:
         """Return the rows of packed fields as they are at this moment, by place."""

@@ -99,7 +99,7 @@ class DisplacingStorage(JournaledStorage):
         size = sum(column.nbytes for column in columns)
         if (
             not replaces
-            or self.slots is None
+            or self.geometry.slots is None
             or 2 * size > min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
         ):
             self.settle_changes()
@@ -123,7 +123,7 @@ class DisplacingStorage(JournaledStorage):
 
     def _wait(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         """Record rows, and have them wait."""
-        body, slots = records.Redo(ids, list(places), columns, True).pack(), self.slot_of(ids)
+        body, slots = records.Redo(ids, list(places), columns, True).pack(), self.geometry.slot_of(ids)
         with self.episode_lock:  # no mark comes between the record and the rows
             sequence = self._append(Kind.REDO, body)
             if self.durable:
@@ -131,7 +131,7 @@ class DisplacingStorage(JournaledStorage):
             waiting = self._waiting
             if waiting is None:
                 segment = self._journal.sync_files()[-1]
-                waiting = Waiting(self.slots or 0, places, sequence - 1, segment)
+                waiting = Waiting(self.geometry.slots or 0, places, sequence - 1, segment)
             waiting.add(slots, columns)
             self._waiting = waiting
             if self._half is None:

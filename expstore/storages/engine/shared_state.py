@@ -1,7 +1,7 @@
-"""What a writer shows other processes while it runs: the words of STATE.
+"""What a writer shows to other processes while it runs: the words of the control page STATE.
 
-Base of the storages that write. The words are plain stores into a mapped page; what they mean to readers
-is in `expstore.storages.follower` and in ARCHITECTURE.md. It never touches rows.
+The words are plain stores into a mapped page. `expstore.storages.follower` reads them; ARCHITECTURE.md
+explains their order. Nothing here touches rows.
 """
 
 from __future__ import annotations
@@ -11,118 +11,191 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from expstore.core.draw_state import DrawState
 from expstore.core.values import IntArray
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
-from expstore.storages.folder import FolderStorage
-from expstore.storages.format.control_page import StatePage
+from expstore.storages.format.control_page import PAGE, StatePage
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.paths import JOURNAL, STATE
 
-__all__ = ["ShownStorage"]
+__all__ = ["SharedState"]
 
 _logger = logging.getLogger("expstore")
 _ALL_SLOTS = (0, 1 << 62)
 
 
-class ShownStorage(FolderStorage):
-    """Keep STATE current.
+class SharedState:
+    """The control page of a writer.
 
-    Crashes: the page survives the process, and is not believed after a restart of the machine. Threads:
-    each word is set by one at a time.
+    Invariants: a reader never sees an id before the limits that belong to it (each method stores its words
+    in that order); the page of a forked child is left alone, since the parent shares it.
+
+    Crashes: the page survives the process. After a restart of the machine it is ignored, because it names
+    another boot. Threads: each word is set by one thread at a time.
+
+    Args:
+        disk: Where files are touched.
+        path: The store's folder.
+        lock: The writer's lock on the store.
     """
 
-    _state: StatePage
-    _lock_file: WriterLock
-    _boot: bytes
+    def __init__(self, disk: Disk, path: Path, lock: WriterLock) -> None:
+        self._disk, self._path, self._lock = disk, path, lock
+        self._boot = disk.boot_id()
+        #: Whether the page was missing, or cut off, and was made anew.
+        self.is_new = disk.size(path / STATE) < PAGE
+        self.page = StatePage(disk, path / STATE)
 
-    def _claim_state(self, sequence: int) -> None:
-        """Start the page anew, when all that an opening does is done."""
-        self._state.claim(
-            bytes.fromhex(self.uuid),
-            self._boot,
-            generation=self.manifest.generation,
-            sequence=sequence,
-            horizon=self.horizon,
-            retired=self.retired,
-            drained=self.last,
-            last=self.last,
-            draw=self.draw,
-            sampled=self.limits[0],
-            limiter=self.limits[1],
-            layout=self._state.get("layout") + 1,
-            heartbeat=time.monotonic_ns(),
-            since=self._lock_file.owner.stamp,
-            inode=self._state.inode,
-        )
-        self._state.set_progress(self.progress)
-        self._state.end_change()
+    def fits(self, uuid: str, generation: int) -> bool:
+        """Return whether the page was written by this store since the machine started."""
+        return self.page.fits(bytes.fromhex(uuid), self._boot, generation)
 
-    def _enter_state(self) -> None:
-        """Remove the seal of the last close, before anything is changed; drop a page that does not fit it.
+    def enter(self) -> None:
+        """Remove the seal of the last close before anything changes; drop a page that does not match it.
 
-        A seal that does not fit counts only where the journal ends with a close: then it holds all that the
-        page said. Otherwise the writer was killed, or the machine, and no checksum is expected.
+        A seal that does not match matters only if the journal ends with a close record: then the seal covers
+        all of the page. Otherwise the process or the machine died, and there is no checksum to expect.
         """
-        state = self._state
-        if not state.intact and _is_closed(self.disk, self.path):
-            _logger.warning("%s does not have its checksum and is made anew", self.path / STATE)
-            state.discard()  # first: killed behind it, the next opening finds the same
-        state.unseal()
+        if not self.page.intact and _is_closed(self._disk, self._path):
+            _logger.warning("%s does not have its checksum and is made anew", self._path / STATE)
+            self.page.discard()  # first: if the process dies here, the next opening finds the same
+        self.page.unseal()
 
-    def _leave_state(self, closed: int = 0) -> None:
+    def claim(
+        self,
+        uuid: str,
+        *,
+        generation: int,
+        sequence: int,
+        horizon: int,
+        retired: int,
+        last: int,
+        draws: DrawState,
+    ) -> None:
+        """Fill the page anew at the end of an opening.
+
+        Args:
+            uuid: The store's.
+            generation: The epoch of this writer.
+            sequence: LSN of the newest record.
+            horizon: Newest id whose slot may have been written to.
+            retired: Newest id that was deleted.
+            last: Newest id that can be read.
+            draws: The state of the draws.
+        """
+        self.page.claim(
+            bytes.fromhex(uuid),
+            self._boot,
+            generation=generation,
+            sequence=sequence,
+            horizon=horizon,
+            retired=retired,
+            drained=last,
+            last=last,
+            draw=draws.number,
+            sampled=draws.limits[0],
+            limiter=draws.limits[1],
+            layout=self.page.get("layout") + 1,
+            heartbeat=time.monotonic_ns(),
+            since=self._lock.owner.stamp,
+            inode=self.page.inode,
+        )
+        self.page.set_progress(draws.progress)
+        self.page.end_change()
+
+    def leave(self, closed: int = 0) -> None:
         """Note that the writer is gone.
 
         Args:
-            closed: Number of the record of a clean close, which is on the disk; 0: it did not close.
+            closed: LSN of the synced close record; 0: the store was not closed cleanly.
         """
-        if self._lock_file.held:
-            self._state.set("heartbeat", 0)
+        if self._lock.held:
+            self.page.set("heartbeat", 0)
             if closed:
-                self._state.set("sequence", closed)
-                self._state.seal()
+                self.page.set("sequence", closed)
+                self.page.seal()
 
     def beat(self) -> None:
-        """Show other processes that this one lives."""
-        self._state.set("heartbeat", time.monotonic_ns())
+        """Show other processes that this one is alive."""
+        self.page.set("heartbeat", time.monotonic_ns())
 
-    def _note_draw(self, draw: int) -> None:
-        if self._lock_file.held:  # a forked child shares the page
-            self._state.note("draw", draw)
+    # -- draws ------------------------------------------------------------------------------------
 
-    def _note_progress(self, progress: Sequence[int]) -> None:
-        if self._lock_file.held:
-            self._state.set_progress(progress)
-            self._state.unseal()
+    def note_draw(self, number: int) -> None:
+        """Keep the number of the next draw."""
+        if self._lock.held:
+            self.page.note("draw", number)
 
-    def _note_limits(self, sampled: int, settings: int) -> None:
-        if self._lock_file.held:
-            self._state.note("sampled", sampled)
-            self._state.note("limiter", settings)
+    def note_progress(self, progress: Sequence[int]) -> None:
+        """Keep how far a sampler has come."""
+        if self._lock.held:
+            self.page.set_progress(progress)
+            self.page.unseal()
 
-    def _note_horizon(self, horizon: int) -> None:
-        self._state.set("horizon", horizon)
+    def note_limits(self, sampled: int, settings: int) -> None:
+        """Keep what a rate limiter has counted."""
+        if self._lock.held:
+            self.page.note("sampled", sampled)
+            self.page.note("limiter", settings)
 
-    def _note_change(self, slots: IntArray | None) -> None:
-        if slots is None or not slots.size:
-            self._state.begin_change(*_ALL_SLOTS)
-        else:
-            self._state.begin_change(int(slots.min()), int(slots.max()))
+    # -- rows -------------------------------------------------------------------------------------
 
-    def _note_changed(self) -> None:
-        self._state.end_change()
+    def reserve(self, horizon: int) -> None:
+        """Show that slots up to the one of id `horizon` are about to be written."""
+        self.page.set("horizon", horizon)
 
-    def _note_layout(self) -> None:
-        """Tell readers that fields, or the files of columns, are others than before."""
-        self._state.set("layout", self._state.get("layout") + 1)
+    def publish(self, last: int, sequence: int, *, drained: bool) -> None:
+        """Show rows up to `last`.
 
-    def _note_forgotten(self, last: int) -> None:
-        """Tell readers that ids up to `last` are gone, and that no other id is there yet."""
+        Args:
+            last: The newest id.
+            sequence: LSN of the record that commits it.
+            drained: Whether the columns hold the rows; else `drain` follows.
+        """
+        self.page.set("last", last)
+        if drained:
+            self.page.set("drained", last)
+        self.page.set("sequence", sequence)
+
+    def drain(self, last: int) -> None:
+        """Show that the columns hold all rows up to `last`."""
+        self.page.set("drained", last)
+
+    def note_record(self, sequence: int) -> None:
+        """Show the LSN of the newest record."""
+        self.page.set("sequence", sequence)
+
+    def retire(self, through: int) -> None:
+        """Show that ids up to `through` cannot be read any more."""
+        self.page.set("retired", through)
+
+    def clear(self, last: int) -> None:
+        """Show that all ids up to `last` are gone, and that no newer id exists."""
         for name in ("retired", "horizon", "drained", "last"):  # no id may show that was never written
-            self._state.set(name, last)
+            self.page.set(name, last)
+
+    def begin_change(self, slots: IntArray | None) -> None:
+        """Show that slots are about to be changed in place; None: any slot. Shape `(n,)`."""
+        if slots is None or not slots.size:
+            self.page.begin_change(*_ALL_SLOTS)
+        else:
+            self.page.begin_change(int(slots.min()), int(slots.max()))
+
+    def end_change(self) -> None:
+        """Show that the change in place is complete."""
+        self.page.end_change()
+
+    def note_layout(self) -> None:
+        """Show that the fields, or the files of columns, have changed."""
+        self.page.set("layout", self.page.get("layout") + 1)
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self.page.close()
 
 
 def _is_closed(disk: Disk, path: Path) -> bool:
-    """Return whether the journal of a store ends with a close."""
+    """Return whether the journal of a store ends with a close record."""
     records = read_journal(disk, path / JOURNAL)
     return bool(records) and records[-1].kind is Kind.CLOSE

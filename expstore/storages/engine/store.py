@@ -33,9 +33,10 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.process_exit import register, unregister
+from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.engine.take_over import take_over
 from expstore.storages.engine.write_keys import KeyKeepingStorage
-from expstore.storages.format.control_page import PAGE, StatePage
+from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import (
     SYNC_SEGMENT_BYTES,
     Journal,
@@ -112,15 +113,14 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
-        self._boot = disk.boot_id()
         try:
-            lost = manifest.schema is not None and self.disk.size(self.path / STATE) < PAGE
-            self._state = StatePage(self.disk, self.path / STATE)
-            self._enter_state()
+            self._shared = SharedState(self.disk, self.path, self._lock_file)
+            self.draws = DrawState(order=self.lock_order, sink=self._shared)
+            self._shared.enter()
             self._note_change(None)  # recovery may change rows that others are reading
             with self._saying_what_it_needs():
                 self._open(first=True)
-            if lost:
+            if manifest.schema is not None and self._shared.is_new:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
         except BaseException:
             self._let_go()
@@ -183,7 +183,8 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         self._claim_state(self._journal.sequence)
         self.upheavals += 1
         self.takeovers += 1
-        self._marked = (self._journal.sequence, self.draw, self.progress, self.limits)
+        draws = self.draws
+        self._marked = (self._journal.sequence, draws.number, draws.progress, draws.limits, False)
         self._synced = self.last
 
     @contextlib.contextmanager
@@ -215,7 +216,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
                 raise no_records(self.disk, folder)
             return None
         past = read_past(records, self.manifest.gaps)
-        lost = lost_records(self._state, past, fits=self.same_boot)
+        lost = lost_records(self._shared.page, past, fits=self.same_boot)
         if lost:
             raise CorruptionError(f"{folder} {lost}")
         return past
@@ -223,7 +224,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     @property
     def same_boot(self) -> bool:
         """Whether STATE is this store's, of this start of the machine."""
-        return self._state.fits(bytes.fromhex(self.uuid), self._boot, self.manifest.generation)
+        return self._shared.fits(self.uuid, self.manifest.generation)
 
     def _finish_load(self) -> bool:
         """Move in a version's content that was left half way; say whether there was one."""
@@ -247,8 +248,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     def _draws_of(self, past: Past) -> DrawState:
         """Return where the draws were, as the journal and STATE have it."""
-        draws = self._new_draws(past.draw, past.progress, past.limits, past.randomness)
-        state = self._state
+        numbers = past.draw, past.progress, past.limits, past.randomness
+        draws = DrawState(*numbers, order=self.lock_order, sink=self._shared)
+        state = self._shared.page
         if self.same_boot and state.get("generation") >= past.base["generation"]:
             # Otherwise it is of what a load has replaced.
             draws.number = max(draws.number, state.get("draw"))
@@ -268,24 +270,49 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         own = {"opening": opening, "generation": self.manifest.generation, "log_length": self._log.length}
         return base_of(self) | own | self._base_of_keys()
 
+    def _claim_state(self, sequence: int) -> None:
+        """Start the control page anew, when all that an opening does is done."""
+        self._shared.claim(
+            self.uuid,
+            generation=self.manifest.generation,
+            sequence=sequence,
+            horizon=self.horizon,
+            retired=self.retired,
+            last=self.last,
+            draws=self.draws,
+        )
+
+    def beat(self) -> None:
+        """Show other processes that this one is alive."""
+        self._shared.beat()
+
+    def _note_horizon(self, horizon: int) -> None:
+        self._shared.reserve(horizon)
+
+    def _note_change(self, slots: IntArray | None) -> None:
+        self._shared.begin_change(slots)
+
+    def _note_changed(self) -> None:
+        self._shared.end_change()
+
     # -- extend ----------------------------------------------------------------------------------
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
         self.check_space(count)
-        if count > self.spare:
+        if count > self.geometry.spare:
             self.sync()
-            if self.depth is not None:
-                through = min(self.last, self.last + count - self.depth)
+            if self.geometry.depth is not None:
+                through = min(self.last, self.last + count - self.geometry.depth)
                 if through > self._window.low:
                     self.retire(through)
             return
-        free = self.spare - (self.last - self._synced)
-        if 2 * (free - count) < self.spare:
+        free = self.geometry.spare - (self.last - self._synced)
+        if 2 * (free - count) < self.geometry.spare:
             self._keeper.hurry()
         if count > free:
             started = time.monotonic()
-            self._sync(lambda: self.last + count - self._synced <= self.spare)
+            self._sync(lambda: self.last + count - self._synced <= self.geometry.spare)
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
 
@@ -328,12 +355,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                 raise
-        self._state.set("last", publish.last_id)
-        if not self._kept_back:
-            self._state.set("drained", publish.last_id)
-        self._state.set("sequence", sequence)
+        self._shared.publish(publish.last_id, sequence, drained=not self._kept_back)
         self._keeper.note()
-        if rows.count > self.spare:
+        if rows.count > self.geometry.spare:
             self.sync()  # it has cost rows that were on the disk
 
     def _annotate(self, entry: LogEntry) -> None:
@@ -342,7 +366,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._settle_record()
         self._log.append(self.episodes.annotate(entry, sequence))
         self.content = (self.manifest.generation, sequence)
-        self._state.set("sequence", sequence)
+        self._shared.note_record(sequence)
         self._keeper.note()
 
     def _record_episodes(self, change: End | Resume) -> None:
@@ -352,7 +376,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._settle_record()
         self._log.append(self.episodes.apply(change, sequence))
         self.content = (self.manifest.generation, sequence)
-        self._state.set("sequence", sequence)
+        self._shared.note_record(sequence)
         self._keeper.note()
 
     # -- change, retire, forget ------------------------------------------------------------------
@@ -377,7 +401,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             sequence = self._append(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
             self.content = (self.manifest.generation, sequence)
-        self._state.set("retired", self.retired)
+        self._shared.retire(self.retired)
         self.sync()
 
     def _forget(self, last: int) -> None:
@@ -387,7 +411,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self._log.append(self.episodes.end_episodes(sequence))
             super()._forget(last)
             self.content = (self.manifest.generation, sequence)
-        self._note_forgotten(last)
+        self._shared.clear(last)
         self.sync()
 
     def _note_ranking(self, ranking: Ranking | None) -> None:
@@ -484,7 +508,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
                     closed = sequence
             finally:
                 self._closed = True
-                self._leave_state(closed)
+                self._shared.leave(closed)
                 self._let_go()
 
     def leave(self) -> None:
@@ -559,7 +583,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
 
 #: What a storage has open, under these names.
-_PARTS = ("_journal", "_log", "write_keys", "columns", "checksums", "sampled", "_state")
+_PARTS = ("_journal", "_log", "write_keys", "columns", "checksums", "sampled", "_shared")
 
 
 def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:

@@ -50,7 +50,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
     if publish.payload:
         _apply(publish, columns, storage, synced)
         return True
-    written = storage.pieces(*publish.written)
+    written = storage.geometry.runs(*publish.written)
     if storage.same_boot:
         columns.require(written)  # only the machine can lose a shard whose rows were published
     # Other rows may be found in their places that have the very same bytes.
@@ -63,7 +63,7 @@ def _whole(publish: Publish, columns: WritableColumns | None, storage: Journaled
 
 def _apply(publish: Publish, columns: WritableColumns, storage: JournaledStorage, synced: int) -> None:
     """Write rows to the columns whose bytes the record has."""
-    pieces = storage.pieces(publish.first_id, publish.count)
+    pieces = storage.geometry.runs(publish.first_id, publish.count)
     parts = split_payload(columns, publish.payload, publish.count)
     # Priorities are written first, times last: where these are there, so are priorities, perhaps newer ones.
     # Ids alone would not do: a life that a power cut has undone may have given the same ones.
@@ -82,12 +82,14 @@ def _redo(past: Past, storage: JournaledStorage, columns: WritableColumns, schem
     """Apply changes in place again."""
 
     def times(ids: IntArray) -> IntArray:
-        return columns.columns[-2].take(storage.slot_of(ids))
+        return columns.columns[-2].take(storage.geometry.slot_of(ids))
 
     known = times if storage.same_boot or past.clean else None
-    for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
+    for redo in pending_changes(
+        past, storage.geometry.slots, lambda body: storage.load_redo(body, schema), known
+    ):
         for place, values in zip(redo.places, redo.columns, strict=True):
-            columns.columns[place].write_rows(storage.slot_of(redo.ids), values)
+            columns.columns[place].write_rows(storage.geometry.slot_of(redo.ids), values)
 
 
 def _row_columns(storage: JournaledStorage, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:

@@ -18,6 +18,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Key, Ranking, to_key
 from expstore.disk.files import Disk
@@ -99,6 +100,11 @@ class Manifest:
     retain: dict[str, Any] = field(default_factory=dict)
     keyed: bool = False
     archive: str = ""
+
+    @property
+    def geometry(self) -> RingGeometry:
+        """How ids, slots and indices correspond."""
+        return RingGeometry(self.capacity, self.ndim, self.dims, self.spare, self.reach)
 
     @property
     def slots(self) -> int | None:

@@ -59,7 +59,7 @@ def open_columns(storage: FolderStorage) -> ColumnGroup | None:
         return None
     fields = (*schema.fields, *ROW_FIELDS)
     how: Any = {"write": False}
-    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.slots, **how)
+    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.geometry.slots, **how)
 
 
 def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
@@ -101,22 +101,24 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
         stamps, place = columns.columns[-2], len(columns.columns) - 2
 
         def times(ids: IntArray) -> IntArray:
-            return found.overlay.take(place, stamps, storage.slot_of(ids))
+            return found.overlay.take(place, stamps, storage.geometry.slot_of(ids))
 
         known = times if same_boot or past.clean else None
-        for redo in pending_changes(past, storage.slots, lambda body: storage.load_redo(body, schema), known):
-            slots = storage.slot_of(redo.ids)
+        for redo in pending_changes(
+            past, storage.geometry.slots, lambda body: storage.load_redo(body, schema), known
+        ):
+            slots = storage.geometry.slot_of(redo.ids)
             for place, values in zip(redo.places, redo.columns, strict=True):
                 found.overlay.put(place, slots, values)
     if columns is not None and not (same_boot or past.clean):
         for publish in past.unsynced():
-            _lay_priorities(publish, found, storage.pieces(*publish.written))
+            _lay_priorities(publish, found, storage.geometry.runs(*publish.written))
     low = past.window_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         if columns is None:
             return None
-        return episode_rows(columns, found.overlay, storage.pieces(first_id, count))
+        return episode_rows(columns, found.overlay, storage.geometry.runs(first_id, count))
 
     found.write_count, found.entries = retell(past, found.table, low, rows)
     return found
@@ -124,14 +126,14 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
 
 def _slots_of(storage: FolderStorage, last: int) -> int:
     """Return how many slots the ids up to `last` take."""
-    return last if storage.slots is None else min(last, storage.slots)
+    return last if storage.geometry.slots is None else min(last, storage.geometry.slots)
 
 
 def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: bool) -> bool:
     columns = found.columns
     if columns is None:
         return False
-    pieces = storage.pieces(*publish.written)
+    pieces = storage.geometry.runs(*publish.written)
     columns.look(max(slot + n for slot, _, n in pieces), due=False)
     try:
         if not columns.lacks(*publish.written) and columns.checksum(*publish.written) == publish.checksum:

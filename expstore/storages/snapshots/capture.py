@@ -97,10 +97,10 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "content": storage.content,
         "last": storage.last,
         "retired": storage.retired,
-        "draw": storage.draw,
-        "progress": storage.progress,
-        "limits": storage.limits,
-        "randomness": to_json(storage.draws.note_randomness(storage)),
+        "draw": storage.draws.number,
+        "progress": storage.draws.progress,
+        "limits": storage.draws.limits,
+        "randomness": to_json(storage.draws.note_randomness()),
         "max_priority": storage.max_priority,
         "write_count": storage.write_count,
         "episodes": storage.episodes.to_base(),
@@ -116,14 +116,14 @@ def manifest_of(storage: Storage) -> Manifest:
         generation=storage.content[0],
         storage="zarr",
         capacity=storage.capacity,
-        spare=storage.spare,
-        reach=storage.reach,
+        spare=storage.geometry.spare,
+        reach=storage.geometry.reach,
         seed=storage.seed,
         created=time.time(),
         schema=storage.schema,
         flatten=storage.flatten,
         ndim=storage.ndim,
-        dims=storage.dims,
+        dims=storage.geometry.dims,
         ranking=storage.ranking,
         specs=storage.specs,
         column_set=storage.reshapes // 2,
@@ -164,7 +164,7 @@ def _freeze(storage: Storage) -> Frozen:
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
-    pieces = storage.pieces(window.low + 1, window.size)
+    pieces = storage.geometry.runs(window.low + 1, window.size)
     sampled = storage.sampled
     if sampled is not None:
         with storage.sampled_lock:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from expstore.core.geometry import round_up
+from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.id_set import NO_GAPS
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.episodes.log import LogEntry
@@ -33,7 +33,7 @@ Progress = Callable[[int, int], None]
 
 def capacity_for(storage: FolderStorage, capacity: int | None) -> int | None:
     """Return the capacity that a store gets which is asked for one: whole steps of time."""
-    return None if capacity is None else round_up(capacity, storage.lanes)
+    return None if capacity is None else round_up(capacity, storage.geometry.lanes)
 
 
 def surplus(storage: FolderStorage, capacity: int | None) -> int:
@@ -118,7 +118,7 @@ class _Own:
         if sampled is None:
             return np.zeros(count, np.uint32)
         with self.storage.sampled_lock:
-            return np.concatenate(sampled.views(self.storage.pieces(first_id, count)))
+            return np.concatenate(sampled.views(self.storage.geometry.runs(first_id, count)))
 
 
 class _Newest(Arrival):
@@ -213,8 +213,7 @@ def _manifest_for(storage: FolderStorage, own: Manifest, capacity: int | None) -
             "this store says by retain= which rows stay, and with a capacity the last ones do",
             hint="open it with retain={} first",
         )
-    spare = reach = 0
+    ring = RingGeometry(capacity, own.ndim, own.dims)
     if storage.schema is not None:
-        spare = storage.spare_for(storage.schema, capacity, storage.lanes)
-        reach = storage.reach_for(storage.schema, capacity, storage.lanes)
-    return own.replace(generation=own.generation + 1, capacity=capacity, spare=spare, reach=reach)
+        ring = storage.geometry_for(storage.schema, ring)
+    return own.replace(generation=own.generation + 1, capacity=capacity, spare=ring.spare, reach=ring.reach)

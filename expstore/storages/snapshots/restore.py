@@ -234,15 +234,13 @@ class Arrival:
         others = storage.schema is not None and schema is not None and not schema.same(storage.schema)
         _fit_layout(own, content)
         own = _fit_dims(own, content)
-        lanes = math.prod(own.dims)
-        spare, reach = own.spare, own.reach
+        ring = own.geometry
         if storage.schema is None and schema is not None:
-            spare = storage.spare_for(schema, own.capacity, lanes)
-            reach = storage.reach_for(schema, own.capacity, lanes)
+            ring = storage.geometry_for(schema, ring)
         self.manifest = content.manifest.replace(
             generation=max(own.generation, content.manifest.generation) + 1,
-            spare=spare,
-            reach=reach,
+            spare=ring.spare,
+            reach=ring.reach,
             schema=schema,
             specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
             column_set=max(own.column_set, content.manifest.column_set) + others,
@@ -261,7 +259,7 @@ class Arrival:
         # Where there never were rows, ids stay as they are: nobody knows them as those of others.
         shift: int = max(former, last) - self._low if former else 0
         if own.capacity is not None:
-            slots = own.capacity + spare + reach
+            slots = ring.slots or 0
             if former:
                 shift = max(shift, former + slots - last)
             step = own.capacity

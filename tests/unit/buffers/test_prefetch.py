@@ -273,7 +273,7 @@ def test_a_killed_store_goes_on_with_what_was_not_handed_out(
     alone.extend(numbered_rows(100))
     wanted = drawn(alone, 60)
     with open_with(0) as rb:
-        assert rb.storage.draw == 8
+        assert rb.storage.draws.number == 8
         assert drawn(rb, 20) == wanted[8:28]
     with open_with(2) as rb:
         assert drawn(rb, 20) == wanted[28:48]

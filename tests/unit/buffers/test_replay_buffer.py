@@ -308,7 +308,7 @@ def test_after_empty(make: Make) -> None:
         assert ids.tolist() == ([11, 12, 13] if capacity else [8, 9, 10])
         same(rb[:], rows([11, 12, 13]))
         same(rb[-1], rows(13))
-        same(rb[rb.storage.index_of(ids.numpy())], rows([11, 12, 13]))
+        same(rb[rb.storage.geometry.index_of(ids.numpy())], rows([11, 12, 13]))
         assert set(rb.sample(50)["id"].tolist()) == set(ids.tolist())
 
 

@@ -134,7 +134,7 @@ def test_another_sampler_draws_from_the_next_batch_on(store_path: Path, make_bat
         former = rb.set_sampler(SamplerWithoutReplacement())
         assert isinstance(former, RandomSampler)
         assert sorted(torch.cat([batch["index"] for batch in rb]).tolist()) == list(range(20))
-        assert rb.storage.draw == 3
+        assert rb.storage.draws.number == 3
         rb.set_sampler(PrioritizedSampler(50, 1.0, 1.0, max_priority_within_buffer=True))
         rb.update_priority(torch.arange(20), torch.zeros(20))
         rb.update_priority(torch.tensor([7]), torch.tensor([1.0]))

@@ -189,7 +189,7 @@ def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int
             rb.extend(trajectory_rows(2, 3, first), source="b")
         expected = [rb.sample() for _ in range(12)]
         assert {"id", "anchor_id", "anchor_index"} <= set(expected[0].keys())
-        rb.storage.set_draws(0, rb.storage.progress)
+        rb.storage.set_draws(0, rb.storage.draws.progress)
     with opened(prefetch) as rb:
         for batch in expected:
             assert (rb.sample() == batch).all()
@@ -219,7 +219,7 @@ def test_anchors_that_are_overwritten_while_they_are_looked_up_are_drawn_again()
     rb.extend(trajectory_rows(1, 20))
     unit, anchors = Sequence(2), Selection(np.array([12, 15]))
     assert unit.select(anchors, rb.storage) is not None
-    rb.storage.horizon = 12 + (rb.storage.slots or 0)  # as an extend does before it writes
+    rb.storage.horizon = 12 + (rb.storage.geometry.slots or 0)  # as an extend does before it writes
     assert unit.select(anchors, rb.storage) is None
 
 

@@ -190,7 +190,7 @@ def test_a_generator_of_another_kind_is_refused(store_path: Path) -> None:
     with open_with(store_path, "random") as rb:
         fill(rb)
         drawn(rb, 5)
-        rb.storage.watch_draws(None)
+        rb.storage.draws.watch(None)
         rb.storage.draws.randomness = (5, bytes(16))
     with pytest.raises(StateError, match="another kind of generator"):
         open_with(store_path, "random")
@@ -245,7 +245,7 @@ def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None
 
     in_child(work)
     with open_with(store_path, sampler) as rb:
-        assert rb.storage.draw == 3
+        assert rb.storage.draws.number == 3
         after = drawn(rb, 20)
         rb.load_state_dict(torch.load(wanted))
         assert drawn(rb, 20) == after
@@ -269,7 +269,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         for lost in state:
             with pytest.raises(StateError, match="no state of a"):
                 rb.load_state_dict({name: part for name, part in state.items() if name != lost})
-        assert rb.storage.draw == 8
+        assert rb.storage.draws.number == 8
         rb.load_state_dict(state)
         assert drawn(rb, 5) == wanted
     with open_with(tmp_path / "a.exp", "random", seed=3) as rb:

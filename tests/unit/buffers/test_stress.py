@@ -184,8 +184,8 @@ def test_sampling_beside_a_writer(
     with expstore.open(store_path, sampler=MAKE[name](), **settings) as rb:
         rb.extend(rows(1, CAPACITY))
         rb.sample()
-        slots = rb.storage.slots or 0
-        assert 0 <= rb.storage.depth - SLOTS < (64 if layout == "auto" else 1)  # whole chunks
+        slots = rb.storage.geometry.slots or 0
+        assert 0 <= rb.storage.geometry.depth - SLOTS < (64 if layout == "auto" else 1)  # whole chunks
         assert slots % 251, "rows that share a slot would be alike"
         crowd = Crowd(rb)
         crowd.live(seconds)

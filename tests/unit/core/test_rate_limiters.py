@@ -26,6 +26,7 @@ import expstore
 from expstore import NotReadyError, StateError
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.sample_units import Sequence
+from expstore.core.draw_state import DrawState
 from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from expstore.disk.files import Disk
 from expstore.storages.format.journal import Kind, read_journal
@@ -42,14 +43,11 @@ class Counts:
 
     def __init__(self, *, size: int = 0, written: int = 0, capacity: int | None = None) -> None:
         self.size, self.write_count, self.capacity = size, written, capacity
-        self.limits = (0, 0)
+        self.draws = DrawState()
         self.closed = False
 
     def __len__(self) -> int:
         return self.size
-
-    def note_limits(self, sampled: int, settings: int) -> None:
-        self.limits = (sampled, settings)
 
 
 rows = partial(numbered_rows, key="x")
@@ -221,13 +219,19 @@ def test_side_by_side_the_error_stays_within_its_bounds(store_path: Path) -> Non
     errors: list[float] = []
 
     class Watching(MemoryStorage):
+        def __init__(self, capacity: int) -> None:
+            super().__init__(capacity)
+            self.draws = DrawState(sink=self)  # type: ignore[arg-type]
+
+        def note_draw(self, number: int) -> None:
+            pass
+
         def note_limits(self, sampled: int, settings: int) -> None:
-            super().note_limits(sampled, settings)
             errors.append(self.write_count * 3.0 - sampled)
 
         def write(self, rows: Any) -> None:
             super().write(rows)
-            errors.append(self.write_count * 3.0 - self.limits[0])
+            errors.append(self.write_count * 3.0 - self.draws.limits[0])
 
     rb = ReplayBuffer(storage=Watching(200), batch_size=24, rate_limiter=limiter)
     rb.extend(rows(50))
@@ -377,7 +381,7 @@ def test_a_mark_says_what_was_counted_and_once_did_not(store_path: Path) -> None
         rb.flush()
         marks = [r for r in read_journal(Disk(), store_path / "journal") if r.kind is Kind.MARK]
         mark = Mark.unpack(marks[-1].body)
-        assert mark.limits == rb.storage.limits
+        assert mark.limits == rb.storage.draws.limits
         assert mark.limits[0] == 8
         assert mark.randomness is not None
         assert mark.randomness == rb.storage.draws.randomness
@@ -450,6 +454,6 @@ def test_without_a_limiter_nothing_is_counted(store_path: Path) -> None:
     with expstore.open(store_path, batch_size=4) as rb:
         rb.extend(rows(9))
         rb.sample()
-        assert rb.storage.limits == (0, 0)
+        assert rb.storage.draws.limits == (0, 0)
         assert rb.stats()["rate_limiter"] is None
         assert np.isfinite(rb.storage.max_priority)

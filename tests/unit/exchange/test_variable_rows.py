@@ -270,7 +270,7 @@ def test_episodes_files_and_row_groups(
             ids = [
                 b.sql("SELECT _id FROM transitions ORDER BY _id").df()["_id"].to_numpy() for b in (rb, again)
             ]
-            pair = [b[b.storage.index_of(i)] for b, i in zip((rb, again), ids, strict=True)]
+            pair = [b[b.storage.geometry.index_of(i)] for b, i in zip((rb, again), ids, strict=True)]
             assert plain(pair[0]) == plain(pair[1])
             assert again.storage.capacity == capacity
             assert again.storage.manifest.storage == "arrow"

@@ -34,7 +34,7 @@ def held(rb: expstore.TensorDictReplayBuffer) -> dict[str, np.ndarray]:
     query = "SELECT _id, _episode, _step, epoch_us(_time) AS _time, _priority FROM transitions ORDER BY _id"
     table = rb.sql(query).df()
     found = {f"_row/{name}": table[f"_{name}"].to_numpy() for name in OWN}
-    whole = rb[rb.storage.index_of(found["_row/id"])]
+    whole = rb[rb.storage.geometry.index_of(found["_row/id"])]
     for key in whole.keys(True, True):
         tensor = whole[key]
         values = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
@@ -74,7 +74,8 @@ def test_other_programs_read_what_the_store_holds(
     with typed_buffer(tmp_path / "run.exp", count or 50, capacity=capacity, layout=layout) as rb:
         if not count:
             rb.empty()
-        rb.update_priority(rb.storage.index_of(np.array([rb.storage.last])), [4.0]) if count else None
+        if count:
+            rb.update_priority(rb.storage.geometry.index_of(np.array([rb.storage.last])), [4.0])
         expected = held(rb)
         done = export_zarr(rb.storage, tmp_path / "out.zarr")
     found = arrays_of(tmp_path / "out.zarr")

@@ -145,7 +145,7 @@ def test_rows_of_several_dims(tmp_path: Path) -> None:
     made = expstore.merge([tmp_path / "a", tmp_path / "b"], out=tmp_path / "c", capacity=17)
     assert (made.rows, made.given_up) == (18, 6)  # whole steps of three
     with expstore.open(tmp_path / "c", mode="r") as rb:
-        assert (rb.storage.dims, rb.storage.capacity) == ((3,), 18)
+        assert (rb.storage.geometry.dims, rb.storage.capacity) == ((3,), 18)
 
 
 def test_rows_without_a_fixed_size(tmp_path: Path) -> None:

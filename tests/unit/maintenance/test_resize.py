@@ -253,7 +253,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
     with buffer(path, None, layout) as rb:
         before, said, rows = columns_of(rb.storage), answers(rb), len(rb)
         facts = dict(rb.storage.facts())
-        numbers = (rb.storage.draw, rb.storage.max_priority, rb.write_count, rb.storage.last)
+        numbers = (rb.storage.draws.number, rb.storage.max_priority, rb.write_count, rb.storage.last)
     outcome = expstore.resize(path, capacity=new, progress=lambda *both: told.append(both))
     kept = rows if new is None else min(rows, new)
     assert (outcome.former, outcome.capacity, outcome.rows) == (capacity, new, kept)
@@ -268,7 +268,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
         with expstore.open(path, mode=mode, batch_size=8) as rb:
             same(columns_of(rb.storage), before, kept)
             assert answers(rb) == said
-            now = (rb.storage.draw, rb.storage.max_priority, rb.write_count, rb.storage.last)
+            now = (rb.storage.draws.number, rb.storage.max_priority, rb.write_count, rb.storage.last)
             assert now[mode == "r" :] == numbers[mode == "r" :]  # a reader counts its own draws
             assert (rb.storage.capacity, rb.storage.seed, rb.meta["mine"]) == (new, 7, 1)
             found = dict(rb.storage.facts())
@@ -301,7 +301,7 @@ def test_counts_stay(tmp_path: Path, new: int | None) -> None:
     def counts(rb: TensorDictReplayBuffer) -> np.ndarray:
         storage: Any = rb.storage
         window = storage.window
-        return np.concatenate(storage.sampled.views(storage.pieces(window.low + 1, window.size)))
+        return np.concatenate(storage.sampled.views(storage.geometry.runs(window.low + 1, window.size)))
 
     with buffer(path, 60, sampler=ConsumingSampler(3)) as rb:
         for first in range(0, 90, 15):
@@ -370,7 +370,7 @@ def test_rows_of_several_dims_are_whole_steps(
     assert verify(path) == []
     with TensorDictReplayBuffer(storage=ZarrStorage(path), batch_size=4) as rb:
         same(columns_of(rb.storage), before, min(60, capacity or 60))
-        assert rb.storage.dims == (3,)
+        assert rb.storage.geometry.dims == (3,)
         rb.extend(batch(6, 90).reshape(3, 2))
         assert rb.storage.last == 96
 

@@ -56,7 +56,7 @@ def numbers(rb: Any, batches: int) -> list[list[int]]:
 
 def counts(rb: Any) -> dict[int, int]:
     """How often each row that can be read was handed out, by its number."""
-    pieces = rb.storage.pieces(rb.storage.window.low + 1, rb.storage.window.size)
+    pieces = rb.storage.geometry.runs(rb.storage.window.low + 1, rb.storage.window.size)
     held = np.concatenate(rb.storage.sampled.views(pieces)).tolist()
     return {int(ids) - 1: n for ids, n in zip(rb.storage.window.ids(), held, strict=True)}
 
@@ -229,7 +229,7 @@ def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             rb.sample()
         rb.storage.sampled._keep = keep
-        whole.storage.next_draw()
+        whole.storage.draws.next()
         assert counts(rb) == counts(whole)
         assert numbers(rb, 3) == numbers(whole, 3)
         rb.extend(numbered_rows(4100, 90))
@@ -479,7 +479,7 @@ def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: P
         with opened(path) as again:
             found = counts(again)
             more = {n: found[n] - acked[n] for n in acked if found[n] != acked[n]}
-            if again.storage.draw > len(got):
+            if again.storage.draws.number > len(got):
                 assert more.items() <= dict.fromkeys(numbers(whole, 1)[0], 1).items()
             else:
                 assert not more
@@ -501,13 +501,13 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
         rb = opened(path, count=1, capacity=50)
         rb.storage._keeper.stop()
         rb.extend(numbered_rows(50))
-        turn = rb.storage.spare
+        turn = rb.storage.geometry.spare
         rb.extend(numbered_rows(turn, 50))
         rb.sample(40)
         rb.flush()
         column = rb.storage.sampled.column.files[0]
         rb.extend(numbered_rows(count, 50 + turn))
-        assert rb.storage.slot_of(np.array([rb.storage.last])) == count - 1
+        assert rb.storage.geometry.slot_of(np.array([rb.storage.last])) == count - 1
         tell(sorted(n for n, counted in counts(rb).items() if counted))
         column.write(np.ones(count, np.uint32), 0)  # as if the zeros had not reached the disk
 
@@ -546,7 +546,7 @@ def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Pat
             assert len(storage) == sum(n < 2 for n in kept)
             assert numbers(storage, 30) == expected
     with opened(tmp_path / "b.exp") as copy:
-        assert copy.storage.draw == 66
+        assert copy.storage.draws.number == 66
         with pytest.raises(StateError):
             opened(made.path.parent).sample()
     assert verify(tmp_path / "b.exp") == []
@@ -680,7 +680,7 @@ def test_a_slot_whose_count_a_failure_has_raised_begins_at_0(tmp_path: Path) -> 
             rb.sample()
         disk.acts = ()
         storage.sampled.settle = lambda: None
-        for first in range(100, 200 + storage.spare, 50):
+        for first in range(100, 200 + storage.geometry.spare, 50):
             rb.extend(numbered_rows(50, first))
         assert sorted(counts(rb).values()) == [0] * 100
 

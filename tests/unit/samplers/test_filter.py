@@ -405,7 +405,7 @@ def test_a_restart_goes_on_with_the_batch_that_would_have_come(store_path: Path)
     again = RandomSampler(where="kind = 2")
     with on_disk(store_path, again) as rb:
         rb.sample()
-        rb.storage.set_draws(1, rb.storage.progress)
+        rb.storage.set_draws(1, rb.storage.draws.progress)
         assert [rb.sample()["number"].tolist() for _ in range(2)] == batches[1:]
 
 
@@ -934,7 +934,7 @@ def test_rows_that_are_overwritten_while_they_are_read_say_nothing() -> None:
     def overtaken(ids: Any, places: Any = None) -> Any:
         first = next(once, False)
         if first:
-            while rb.storage.last <= (rb.storage.slots or 0) + 100:
+            while rb.storage.last <= (rb.storage.geometry.slots or 0) + 100:
                 rb.extend(bad)
         columns = read(ids, places)
         if first:
@@ -951,7 +951,7 @@ def test_a_new_row_is_not_taken_for_the_one_that_was_in_its_slot() -> None:
     rb = in_memory(RandomSampler(where="number < 10000"), 100)
     for start in range(0, 10_000, 50):
         rb.extend(rows(50, start=start))
-    assert rb.storage.last > 2 * (rb.storage.slots or 10_000)
+    assert rb.storage.last > 2 * (rb.storage.geometry.slots or 10_000)
     filter = rb.sampler.filter
     assert filter is not None
     rb.refresh()

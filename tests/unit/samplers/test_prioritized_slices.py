@@ -25,7 +25,11 @@ def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[
     ids = storage.window.ids()
     (x,) = storage.read(ids, [storage.place_of(("x",))])
     weights = dict(
-        zip(x.tolist(), (storage.priorities[storage.slot_of(ids)].astype(float) + 1e-8) ** ALPHA, strict=True)
+        zip(
+            x.tolist(),
+            (storage.priorities[storage.geometry.slot_of(ids)].astype(float) + 1e-8) ** ALPHA,
+            strict=True,
+        )
     )
     chances = {
         first: weight
@@ -172,8 +176,8 @@ def test_a_restart_goes_on_with_the_next_batch(store_path: Path) -> None:
                 rb.sample()
         prioritise(rb, 3)
         rb.extend(trajectory_rows(1, 2, 40), source="w1")
-        draw = rb.storage.draw
+        draw = rb.storage.draws.number
         expected = [rb.sample()["x"].tolist() for _ in range(20)]
-        rb.storage.set_draws(draw, rb.storage.progress)
+        rb.storage.set_draws(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert [rb.sample()["x"].tolist() for _ in range(20)] == expected

@@ -358,9 +358,9 @@ def test_a_restart_and_a_reader_draw_what_would_have_come(store_path: Path) -> N
             for trajectory in (1, 2, 3):
                 rb.extend(trajectory_rows(trajectory, 4, first), source=f"w{trajectory}")
                 rb.sample()  # so that it follows what comes
-        draw = rb.storage.draw
+        draw = rb.storage.draws.number
         expected = batches(rb)
-        rb.storage.set_draws(draw, rb.storage.progress)
+        rb.storage.set_draws(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert batches(rb) == expected
 

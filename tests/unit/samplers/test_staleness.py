@@ -228,7 +228,7 @@ def test_versions_follow_the_rows(kind: str, tmp_path: Path) -> None:
         if step % 20 == 13:
             rb.empty()
         elif step % 7 == 3:
-            index = storage.index_of(rng.choice(storage.window.ids(), 5))
+            index = storage.geometry.index_of(rng.choice(storage.window.ids(), 5))
             changed = rb[index]
             changed["policy_version"] = torch.from_numpy(rng.integers(0, 3, 5))
             rb[index] = changed

@@ -248,9 +248,9 @@ def test_after_a_refresh_batches_follow_from_the_rows_alone(store_path: Path, by
         for seed in range(8):
             fill(rb, at, seed, 6)
             rb.sample()
-        draw = rb.storage.draw
+        draw = rb.storage.draws.number
         expected = batches(rb)
-        rb.storage.set_draws(draw, rb.storage.progress)
+        rb.storage.set_draws(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert batches(rb) == expected
 

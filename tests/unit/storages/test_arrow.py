@@ -179,7 +179,7 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.sync()
     assert len(segments(storage.path)) <= 3 < len(names)
     assert storage._segments is not None
-    assert all(s.last > storage.last - storage.slots for s in storage._segments.segments)  # type: ignore[operator]
+    assert all(s.last > storage.last - storage.geometry.slots for s in storage._segments.segments)  # type: ignore[operator]
     check(storage, window_ids(storage))
     storage.close()
     storage = new(tmp_path / "a.exp")

@@ -525,7 +525,7 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
     for mode in ("r", "a"):
         with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
             assert sorted(rb["a"].tolist()) == list(range(86_020, 90_020))
-            slots = rb.storage.slot_of(rb.storage.window.ids())
+            slots = rb.storage.geometry.slot_of(rb.storage.window.ids())
             assert (rb.storage.priorities[slots] == 1.0).all()
 
 
@@ -651,7 +651,7 @@ def test_a_fence_keeps_words_in_order(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_draws_are_a_followers_own(store_path: Path) -> None:
     with expstore.open(store_path, capacity=50, batch_size=8, seed=1) as rb:
         rb.extend(rows(50))
-        before = rb.storage.draw
+        before = rb.storage.draws.number
 
         def ids(**options: Any) -> list[list[int]]:
             with expstore.open(store_path, mode="r", batch_size=8, **options) as seen:
@@ -661,7 +661,7 @@ def test_draws_are_a_followers_own(store_path: Path) -> None:
         assert ids(seed=5) != ids(seed=6)
         assert ids() != ids()
         assert ids(seed=1)[0] != rb.sample()["id"].tolist()
-        assert rb.storage.draw == before + 1
+        assert rb.storage.draws.number == before + 1
 
 
 def test_streams_are_apart() -> None:
@@ -724,14 +724,14 @@ def test_a_fork_sees_what_the_parent_writes_later(
     for process in children:
         process.start()
     assert go.wait(20)
-    draw = rb.storage.draw
+    draw = rb.storage.draws.number
     put(rb, rows(60, 20))
     written.set()
     drawn = told.recv()
     for process in children:
         process.join()
     assert isinstance(drawn, list), drawn
-    assert rb.storage.draw == draw  # the child's draws are its own
+    assert rb.storage.draws.number == draw  # the child's draws are its own
     assert rb.sample()["id"].tolist() not in drawn
     rb.extend(rows(1, 80))
     with pytest.raises(expstore.LockedError):

@@ -71,13 +71,13 @@ def test_the_capacity_becomes_a_multiple_of_a_step(
     make: Callable[..., Storage], capacity: int, dims: tuple[int, ...], rounded: int
 ) -> None:
     storage = make(capacity, ndim=len(dims) + 1)
-    assert (storage.ndim, storage.dims, storage.max_size) == (len(dims) + 1, (), capacity)
+    assert (storage.ndim, storage.geometry.dims, storage.max_size) == (len(dims) + 1, (), capacity)
     storage.prepare(SCHEMA, KEYS, dims)
-    assert (storage.ndim, storage.dims, storage.max_size, storage.capacity) == (
+    assert (storage.ndim, storage.geometry.dims, storage.max_size, storage.capacity) == (
         len(dims) + 1, dims, rounded, rounded,
     )  # fmt: skip
-    assert storage.slots is not None
-    assert storage.slots % max(1, int(np.prod(dims))) == 0
+    assert storage.geometry.slots is not None
+    assert storage.geometry.slots % max(1, int(np.prod(dims))) == 0
     assert storage.shape == (0, *dims)
 
 
@@ -96,40 +96,42 @@ def test_places_against_numpy(
         filled = min(step + 1, 4)
         assert storage.shape == (filled, 2, 3)
         places = np.stack([rng.integers(0, size, 50) for size in (filled, 2, 3)], axis=1)
-        numbers = storage.ravel(places)
-        np.testing.assert_array_equal(storage.unravel(numbers), places)
+        numbers = storage.geometry.ravel(places, storage.window)
+        np.testing.assert_array_equal(storage.geometry.unravel(numbers), places)
         expected = shown[tuple(places.T)]
-        np.testing.assert_array_equal(storage.ids_at(numbers), expected)
-        np.testing.assert_array_equal(storage.read(storage.ids_at(numbers))[0], expected)
-        from_the_end = storage.ravel(places - [filled, 2, 3])
+        np.testing.assert_array_equal(storage.geometry.ids_at(numbers, storage.window), expected)
+        np.testing.assert_array_equal(
+            storage.read(storage.geometry.ids_at(numbers, storage.window))[0], expected
+        )
+        from_the_end = storage.geometry.ravel(places - [filled, 2, 3], storage.window)
         np.testing.assert_array_equal(from_the_end, numbers)
-    np.testing.assert_array_equal(storage.unravel(np.array([-1, 5])), [[-1, -1, -1], [0, 1, 2]])
+    np.testing.assert_array_equal(storage.geometry.unravel(np.array([-1, 5])), [[-1, -1, -1], [0, 1, 2]])
 
 
 def test_one_dim_is_the_plain_case(make: Callable[..., Storage]) -> None:
     storage = make(5)
     storage.prepare(SCHEMA, KEYS)
     put(storage, 3)
-    assert (storage.ndim, storage.dims, storage.shape, storage.lanes) == (1, (), (3,), 1)
-    np.testing.assert_array_equal(storage.unravel(np.array([2, 0, -1])), [[2], [0], [-1]])
-    np.testing.assert_array_equal(storage.ravel(np.array([[2], [-3]])), [2, 0])
+    assert (storage.ndim, storage.geometry.dims, storage.shape, storage.geometry.lanes) == (1, (), (3,), 1)
+    np.testing.assert_array_equal(storage.geometry.unravel(np.array([2, 0, -1])), [[2], [0], [-1]])
+    np.testing.assert_array_equal(storage.geometry.ravel(np.array([[2], [-3]]), storage.window), [2, 0])
     assert "dims" not in storage.facts()
 
 
 def test_what_is_no_cell(make: Callable[..., Storage]) -> None:
     storage = make(12, ndim=2)
     with pytest.raises(NotFoundError, match=r"\[0, 0\].*shape \[0, 0\]"):
-        storage.ravel(np.array([[0, 0]]))
+        storage.geometry.ravel(np.array([[0, 0]]), storage.window)
     storage.prepare(SCHEMA, KEYS, (3,))
     put(storage, 6)
     for place in ([0, 3], [-3, 0], [0, -4], [4, 0]):
         with pytest.raises(NotFoundError, match="no row at") as caught:
-            storage.ravel(np.array([[0, 0], place]))
+            storage.geometry.ravel(np.array([[0, 0], place]), storage.window)
         assert str(place) in str(caught.value)
     with pytest.raises(NotFoundError, match="index 6"):  # a cell that no row has come to yet
-        storage.ids_at(storage.ravel(np.array([[2, 0]])))
+        storage.geometry.ids_at(storage.geometry.ravel(np.array([[2, 0]]), storage.window), storage.window)
     with pytest.raises(NotFoundError, match="2 numbers each"):
-        storage.ravel(np.array([0, 1]))
+        storage.geometry.ravel(np.array([0, 1]), storage.window)
 
 
 def test_batches_of_other_dims_change_nothing(make: Callable[..., Storage]) -> None:
@@ -141,11 +143,11 @@ def test_batches_of_other_dims_change_nothing(make: Callable[..., Storage]) -> N
     ):
         with pytest.raises(SchemaError, match=message):
             storage.prepare(SCHEMA, KEYS, dims)
-    assert (storage.schema, storage.dims, storage.capacity) == (None, (), 10)
+    assert (storage.schema, storage.geometry.dims, storage.capacity) == (None, (), 10)
     storage.prepare(SCHEMA, KEYS, (3,))
     with pytest.raises(SchemaError, match=r"\[time, 3\], the batch has \[time, 4\]"):
-        storage.check_dims((4,))
-    storage.check_dims((3,))
+        storage.geometry.check_dims((4,))
+    storage.geometry.check_dims((3,))
     put(storage, 3)
     with pytest.raises(SchemaError, match=r"4 rows are no whole steps of dims \[3\]"):
         put(storage, 4)
@@ -164,31 +166,36 @@ def test_columns_that_could_not_be_made(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr("expstore.storages.columns.column_set_writer.WritableColumns.create", fail)
             with pytest.raises(StorageError):
                 storage.prepare(SCHEMA, KEYS, (3,))
-        assert (storage.dims, storage.capacity, storage.lanes) == ((), 10, 1)
+        assert (storage.geometry.dims, storage.capacity, storage.geometry.lanes) == ((), 10, 1)
         storage.prepare(SCHEMA, KEYS, (4,))
-        assert (storage.dims, storage.capacity) == ((4,), 12)
+        assert (storage.geometry.dims, storage.capacity) == ((4,), 12)
 
 
 def test_a_store_keeps_its_dims(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with kept_in(path, 100, ndim=2) as storage:
         follower = FollowerStorage(path)
-        assert (follower.ndim, follower.dims, follower.capacity) == (2, (), 100)
+        assert (follower.ndim, follower.geometry.dims, follower.capacity) == (2, (), 100)
         storage.prepare(SCHEMA, KEYS, (3,))
         ids = put(storage, 99)
         follower.refresh()
-        assert (follower.dims, follower.capacity, follower.shape) == ((3,), 102, (33, 3))
+        assert (follower.geometry.dims, follower.capacity, follower.shape) == ((3,), 102, (33, 3))
         np.testing.assert_array_equal(follower.read(ids)[0], ids)
         follower.close()
     for options in ({}, {"capacity": 100}, {"capacity": 102, "ndim": 2}):
         with kept_in(path, **options) as storage:
-            assert (storage.ndim, storage.dims, storage.capacity, storage.shape) == (2, (3,), 102, (33, 3))
+            assert (storage.ndim, storage.geometry.dims, storage.capacity, storage.shape) == (
+                2,
+                (3,),
+                102,
+                (33, 3),
+            )
     for options in ({"capacity": 99}, {"capacity": 103}, {"ndim": 1}, {"ndim": 3}):
         with pytest.raises(StateError, match=next(iter(options))):
             ZarrStorage(path, **options)
     with open_store(path, mode="r") as rb:
         assert rb.sql("SELECT max(n), count(*) FROM transitions").fetchall() == [(99, 99)]
-        assert rb.storage.unravel(np.array([98])).tolist() == [[32, 2]]
+        assert rb.storage.geometry.unravel(np.array([98])).tolist() == [[32, 2]]
 
 
 @pytest.mark.parametrize("capacity", [100, 30, None])
@@ -202,10 +209,10 @@ def test_versions_keep_dims(make: Callable[..., Storage], tmp_path: Path, capaci
     for _ in range(2):
         rb.loads(tmp_path / "versions")
         rounded = None if capacity is None else -(-capacity // 3) * 3
-        assert (second.ndim, second.dims, second.capacity) == (2, (3,), rounded)
+        assert (second.ndim, second.geometry.dims, second.capacity) == (2, (3,), rounded)
         kept = 42 if capacity != 30 else 30
         assert second.window.size == kept
-        cells = second.unravel(second.index_of(second.window.ids()))
+        cells = second.geometry.unravel(second.geometry.index_of(second.window.ids()))
         np.testing.assert_array_equal(cells[:, 1], np.tile([0, 1, 2], kept // 3))
         np.testing.assert_array_equal(second.read(second.window.ids())[0], np.arange(43 - kept, 43))
         put(second, 3)
@@ -222,7 +229,7 @@ def test_rows_are_given_up_by_whole_steps(
     set_spare_slots(monkeypatch, 4)
     storage = make(20, ndim=2)
     storage.prepare(SCHEMA, KEYS, (3,))
-    assert (storage.capacity, storage.spare) == (21, 6)
+    assert (storage.capacity, storage.geometry.spare) == (21, 6)
     put(storage, 21)
     put(storage, 12)  # longer than the spare
     assert storage.window.size == 21 - 6 + 6 == 21
@@ -232,7 +239,7 @@ def test_rows_are_given_up_by_whole_steps(
     storage.clear()
     put(storage, 6)
     np.testing.assert_array_equal(
-        storage.unravel(storage.index_of(storage.window.ids()))[:, 0], [0, 0, 0, 1, 1, 1]
+        storage.geometry.unravel(storage.geometry.index_of(storage.window.ids()))[:, 0], [0, 0, 0, 1, 1, 1]
     )
 
 
@@ -248,11 +255,11 @@ def test_a_kill_leaves_whole_steps(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     with kept_in(path, 100, ndim=3) as storage:
-        assert (storage.dims, storage.capacity, storage.shape) == ((2, 3), 102, (17, 2, 3))
+        assert (storage.geometry.dims, storage.capacity, storage.shape) == ((2, 3), 102, (17, 2, 3))
         ids = storage.window.ids()
         np.testing.assert_array_equal(ids, np.arange(258 - 102 + 1, 259))
         np.testing.assert_array_equal(storage.read(ids)[0], ids)
-        places = storage.unravel(storage.index_of(ids))
+        places = storage.geometry.unravel(storage.geometry.index_of(ids))
         np.testing.assert_array_equal(places[:6, 1:], [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])
 
 

@@ -71,7 +71,7 @@ def facts(rb: TensorDictReplayBuffer) -> tuple[dict[tuple[str, ...], np.ndarray]
     query = "SELECT _id, _episode, _step, epoch_us(_time) AS _time, _priority FROM transitions ORDER BY _id"
     table = rb.sql(query).df()
     ids = table["_id"].to_numpy()
-    whole = rb[rb.storage.index_of(ids)]
+    whole = rb[rb.storage.geometry.index_of(ids)]
     held = {key if isinstance(key, tuple) else (key,): as_numpy(whole[key]) for key in whole.keys(True, True)}
     for name in ("_id", "_episode", "_step", "_time", "_priority"):
         held["_row", name[1:]] = table[name].to_numpy()
@@ -90,7 +90,7 @@ def test_zarr_and_tensorstore_read_a_closed_store(
             rb.add(rows(1, number)[0])
         rb[[3, -1]] = rows(2, 20_000)
         rb.update_priority([5, 6], [4.0, 0.5])
-        slots = rb.storage.slots
+        slots = rb.storage.geometry.slots
         held, ids = facts(rb)
     assert len(ids) == (capacity or 9005)
     assert slots == (None if capacity is None else capacity + 500)
@@ -216,7 +216,7 @@ def test_zarr_and_tensorstore_read_packed_shards(
     layout = ColumnLayout(fields=dict.fromkeys(names, packed))
     with open_zarr(store_path, capacity, layout=layout) as rb:
         extend_all(rb, *(rows(45, first) for first in range(0, 1000, 45)))
-        slots = rb.storage.slots
+        slots = rb.storage.geometry.slots
         held, ids = facts(rb)
     places = ids - 1 if slots is None else (ids - 1) % slots
     for name in names:

@@ -120,16 +120,18 @@ def test_ids_slots_and_indices(make: Callable[..., Storage], monkeypatch: pytest
     storage = make(10)
     for count in (4, 3, 3, 3, 3, 3, 3, 1):
         put(storage, count)
-    assert (storage.last, storage.window.low, len(storage), storage.slots) == (23, 13, 10, 13)
+    assert (storage.last, storage.window.low, len(storage), storage.geometry.slots) == (23, 13, 10, 13)
     ids = window_ids(storage)
-    np.testing.assert_array_equal(storage.slot_of(ids), (ids - 1) % 13)
-    np.testing.assert_array_equal(storage.index_of(ids), (ids - 1) % 10)
-    np.testing.assert_array_equal(storage.ids_at(storage.index_of(ids)), ids)
-    assert storage.pieces(12, 3) == [(11, 0, 2), (0, 2, 1)]
-    assert storage.pieces(14, 3) == [(0, 0, 3)]
+    np.testing.assert_array_equal(storage.geometry.slot_of(ids), (ids - 1) % 13)
+    np.testing.assert_array_equal(storage.geometry.index_of(ids), (ids - 1) % 10)
+    np.testing.assert_array_equal(
+        storage.geometry.ids_at(storage.geometry.index_of(ids), storage.window), ids
+    )
+    assert storage.geometry.runs(12, 3) == [(11, 0, 2), (0, 2, 1)]
+    assert storage.geometry.runs(14, 3) == [(0, 0, 3)]
     for wrong in (-1, 10, 1000):
         with pytest.raises(NotFoundError, match=f"no row with index {wrong}: the store holds 10 rows"):
-            storage.ids_at(np.array([0, wrong]))
+            storage.geometry.ids_at(np.array([0, wrong]), storage.window)
     check(storage, ids)
 
 
@@ -282,8 +284,8 @@ def test_only_rows_that_are_there_can_be_changed(make: Callable[..., Storage]) -
 def test_a_row_is_void_once_its_slot_may_be_written_to(make: Callable[..., Storage]) -> None:
     storage = make(20)
     put(storage, 20)
-    assert storage.slots is not None
-    storage.horizon = 15 + storage.slots
+    assert storage.geometry.slots is not None
+    storage.horizon = 15 + storage.geometry.slots
     assert storage.intact(np.array([16, 20]))
     assert not storage.intact(np.array([15, 20]))
     assert storage.intact(np.array([], np.int64))
@@ -772,12 +774,12 @@ def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> No
     storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 30)
     storage.sync()
-    draws = [storage.next_draw() for _ in range(5)]
+    draws = [storage.draws.next() for _ in range(5)]
     storage.set_priorities(np.array([7, 8]), np.array([4.5, 0.0]))
     storage.note_interruption()
     put(storage, 1)
     assert storage.priorities[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
-    assert storage.next_draw() == draws[-1] + 1
+    assert storage.draws.next() == draws[-1] + 1
     storage.sync()
     storage.close()
 
@@ -786,7 +788,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
     put(storage, 2)  # kept back
-    before = storage._state.get("draw")
+    before = storage._shared.page.get("draw")
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -800,7 +802,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
             with pytest.raises(StateError, match="fork"):
                 storage.set_priorities(np.array([1]), np.ones(1))
             check(storage, np.arange(1, 23))
-            storage.next_draw()
+            storage.draws.next()
             storage.close()
         except BaseException as exc:
             failure = repr(exc)
@@ -810,7 +812,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     os.close(write_end)
     assert os.read(read_end, 10_000) == b""
     os.close(read_end)
-    assert storage._state.get("draw") == before, "the child drew in the parent's name"
+    assert storage._shared.page.get("draw") == before, "the child drew in the parent's name"
     put(storage, 2)
     storage.close()
     with_reopened(tmp_path / "run.exp", lambda again: check(again, np.arange(1, 25)), size=24)
@@ -838,7 +840,8 @@ def test_a_child_never_writes_rows_that_were_kept_back(
         put(storage, 8)
     storage.sync()
     np.testing.assert_array_equal(
-        storage.slot_of(np.array([9, 10])), storage.slot_of(window_ids(storage)[-2:])
+        storage.geometry.slot_of(np.array([9, 10])),
+        storage.geometry.slot_of(window_ids(storage)[-2:]),
     )
     os.close(wake)
     os.waitpid(pid, 0)
@@ -903,7 +906,7 @@ def test_a_schema_may_be_given_before_rows_come(tmp_path: Path) -> None:
     storage.close()
     again = ZarrStorage(tmp_path / "run.exp")
     assert again.schema == SCHEMA
-    assert again.spare == spare_slots(10, SCHEMA.row_bytes + base.ROW_BYTES)
+    assert again.geometry.spare == spare_slots(10, SCHEMA.row_bytes + base.ROW_BYTES)
     assert (again.seed, again.meta(), len(again)) == (3, {"a": 1}, 0)
     put(again, 3)
     again.close()

@@ -37,7 +37,7 @@ def test_the_memory_is_that_of_the_files(tmp_path: Path, loaded: bool) -> None:
         data = TensorDict.load_memmap(tmp_path / "td")
     storage = TensorStorage(data)
     schema = storage.require_schema()
-    assert storage.slots == 12
+    assert storage.geometry.slots == 12
     for place, entry in enumerate(schema.fields):
         (view,) = storage.views([place], 1, 12)[0]
         key = entry.key if len(entry.key) > 1 else entry.key[0]

@@ -254,7 +254,7 @@ def test_a_store_that_is_there(tmp_path: Path) -> None:
     again = ReplayBuffer(
         storage=LazyMemmapStorage(10, scratch_dir=folder, existsok=True, seed=99), batch_size=4
     )
-    assert (again.storage.seed, again.storage.draw, again.write_count) == (3, 2, 12)
+    assert (again.storage.seed, again.storage.draws.number, again.write_count) == (3, 2, 12)
     assert again[:]["a"].tolist() == [10, 11, 2, 3, 4, 5, 6, 7, 8, 9]
     again.extend(TensorDict({"a": torch.tensor([12])}, [1]))
     assert again[2]["a"] == 12
@@ -420,7 +420,7 @@ def test_rows_that_are_there_already(kind: str) -> None:
 
 def test_rows_that_are_there_in_several_dims() -> None:
     storage = TensorStorage(TensorDict({"a": torch.arange(12).reshape(4, 3)}, [4, 3]), ndim=2)
-    assert (storage.ndim, storage.dims, storage.shape, len(storage)) == (2, (3,), (4, 3), 12)
+    assert (storage.ndim, storage.geometry.dims, storage.shape, len(storage)) == (2, (3,), (4, 3), 12)
     assert storage.get((2, 1))["a"] == 7
     assert storage.get(slice(1, 3))["a"].tolist() == [[3, 4, 5], [6, 7, 8]]
 

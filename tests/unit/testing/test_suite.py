@@ -88,7 +88,7 @@ class Neighbourly(MemoryStorage):
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         here = ids[self.window.holds(ids)]
-        self.priorities[self.slot_of(np.abs(ids))] = values
+        self.priorities[self.geometry.slot_of(np.abs(ids))] = values
         return int(here.size)
 
 

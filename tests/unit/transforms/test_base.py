@@ -322,7 +322,7 @@ def test_a_batch_is_drawn_again_when_a_row_beside_it_is_overwritten() -> None:
     # A row is read, and then that before it overwritten: the ring has no row to spare.
     rb = ReplayBuffer(storage=storage, batch_size=1)
     rb.extend(trajectory_rows(1, 10))
-    spare = 0 if storage.slots is None else storage.slots - 10
+    spare = 0 if storage.geometry.slots is None else storage.geometry.slots - 10
 
     def overwrite(view: StepView) -> None:
         first = int(view.ids[0])

@@ -130,7 +130,7 @@ def test_sums_say_what_the_columns_hold(store_path: Path, capacity: int | None, 
         assert check(store_path, rows=range(0)) >= 3
     with expstore.open(store_path) as rb:
         assert (rb.recovered is None) == (stop == "close")
-        low, last, slots = rb.storage.window.low, rb.storage.last, rb.storage.slots
+        low, last, slots = rb.storage.window.low, rb.storage.last, rb.storage.geometry.slots
     assert slots is None or last > slots
     assert check(store_path, rows=range(low, last), slots=slots) >= 3
 
@@ -218,7 +218,7 @@ def test_blocks_of_rows_in_flight_are_given_up_or_summed(store_path: Path) -> No
         rb = expstore.open(store_path, capacity=40_000)
         rb.extend(batch(3000, 0))
         rb.flush()
-        rb.storage.columns.write(rb.storage.pieces(3001, 2000), *filling(rb))
+        rb.storage.columns.write(rb.storage.geometry.runs(3001, 2000), *filling(rb))
 
     killed(write)
     (store_path / "STATE").write_bytes(bytes(4096))

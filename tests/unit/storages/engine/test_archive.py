@@ -257,7 +257,7 @@ def test_rows_stay_in_the_ring_until_they_are_on_the_archives_disk(tmp_path: Pat
         storage = rb.storage
         for start in range(301, 500, 3):
             more_rows(rb, start, 3)
-            assert storage.archive.settled >= storage.horizon - storage.depth
+            assert storage.archive.settled >= storage.horizon - storage.geometry.depth
             assert ids_in(rb) == list(range(1, start + 3))
 
 

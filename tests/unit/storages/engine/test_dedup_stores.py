@@ -72,7 +72,7 @@ def test_both_read_as_they_were_given(tmp_path: Path, capacity: int | None) -> N
         with expstore.open(path, mode="r") as follower:
             assert numbers_in(follower) == wanted
     assert verify(path) == []
-    assert rb.storage.slots == (None if capacity is None else 60 + 20 + 16)
+    assert rb.storage.geometry.slots == (None if capacity is None else 60 + 20 + 16)
 
 
 def test_rows_after_an_empty_store_lie_with_rows_before(tmp_path: Path) -> None:
@@ -359,13 +359,13 @@ def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool,
     with buffer(tmp_path / "a.exp", layout=ColumnLayout(fields=fields)) as rb:
         storage, last = rb.storage, 0
         rb.extend(batch(0, 1))
-        for last in range(1, 2 * storage.slots + over - storage.spare, 1):
+        for last in range(1, 2 * storage.geometry.slots + over - storage.geometry.spare, 1):
             rb.extend(batch(last, 1))
         rb.flush()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(storage, "_publish", stop)
             with pytest.raises(InterruptedError):
-                rb.extend(batch(last + 1, storage.spare))
+                rb.extend(batch(last + 1, storage.geometry.spare))
         with expstore.open(tmp_path / "a.exp", mode="r") as reader:
             assert numbers_in(reader) == list(range(last + 1 - CAPACITY, last + 1))
 
@@ -377,7 +377,7 @@ def test_rows_before_the_spare_are_not_taken_for_whole(tmp_path: Path) -> None:
             rb.extend(batch(first, 10))
         with expstore.open(tmp_path / "a.exp", mode="r") as reader:
             for storage in (rb.storage, reader.storage):
-                assert storage.slots == CAPACITY + 20 + 16
+                assert storage.geometry.slots == CAPACITY + 20 + 16
                 assert not storage.intact(np.array([150 - CAPACITY - 20, 150]))
                 assert storage.intact(np.array([150 - CAPACITY - 20 + 1, 150]))
 

@@ -17,6 +17,7 @@ import expstore
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
+from expstore.core.draw_state import DrawState
 from expstore.errors import StorageError
 from expstore.maintenance import verify
 from expstore.storages.engine import store
@@ -96,7 +97,7 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
         rb.sql("SELECT 1")
     rb.update_priority(id=[70, 30, 75], priority=[9.0, 4.0, 0.0])
     rb.storage.flush_priorities()  # a kill may cost those of the last tenth of a second
-    tell((rb.storage.window.low, rb.storage.last, rb.storage.draw))
+    tell((rb.storage.window.low, rb.storage.last, rb.storage.draws.number))
     if stop == "kill":
         tell(tables(rb) if asked == "late" else None)
         return
@@ -319,7 +320,13 @@ def test_batches_go_on_after_any_stop(store_path: Path) -> None:
             rb = expstore.open(store_path, capacity=50, seed=SEED, batch_size=8)
             rb.extend(batch(10, 0))
             for _ in range(3):
-                tell((rb.sample()["id"].tolist(), drawn(rb, rb.storage.draw - 1), rb.storage.draw))
+                tell(
+                    (
+                        rb.sample()["id"].tolist(),
+                        drawn(rb, rb.storage.draws.number - 1),
+                        rb.storage.draws.number,
+                    )
+                )
             if stop != "kill":
                 getattr(rb, stop)()
 
@@ -453,12 +460,12 @@ def test_a_reopening_that_fails_takes_back_no_draw(
 
     def act() -> None:
         sampled[0] += 4
-        rb.storage.next_draw()
-        rb.storage.note_progress((1, sampled[0], 0, 40))
-        rb.storage.note_limits(sampled[0], settings)
+        rb.storage.draws.next()
+        rb.storage.draws.note_progress((1, sampled[0], 0, 40))
+        rb.storage.draws.note_limits(sampled[0], settings)
 
     def kept() -> tuple[int, tuple[int, ...], tuple[int, int]]:
-        return rb.storage.draw, tuple(rb.storage.progress), rb.storage.limits
+        return rb.storage.draws.number, tuple(rb.storage.draws.progress), rb.storage.draws.limits
 
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(40))
@@ -488,10 +495,10 @@ def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
         found = [rb.sample()["number"].tolist()]
         threads: list[threading.Thread] = []
         drawn = threading.Event()
-        real = rb.storage.next_draw
+        real = DrawState.next
 
-        def next_draw() -> int:
-            number = real()
+        def next_draw(draws: DrawState) -> int:
+            number = real(draws)
             drawn.set()
             return number
 
@@ -501,7 +508,7 @@ def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
             assert drawn.wait(60)
             drawn.clear()
 
-        monkeypatch.setattr(rb.storage, "next_draw", next_draw)
+        monkeypatch.setattr(DrawState, "next", next_draw)
         fail_reopening(rb, monkeypatch, "_settle", act)
         for thread in threads:
             thread.join(60)
@@ -533,5 +540,5 @@ def test_a_load_that_fails_late_leaves_the_next_opening_the_draws_of_the_version
             with pytest.raises(StorageError, match="not now"):
                 rb.loads(store_path.parent / "versions")
         rb.flush()
-        assert rb.storage.draw == 1
+        assert rb.storage.draws.number == 1
         assert rb.sample()["number"].tolist() == wanted

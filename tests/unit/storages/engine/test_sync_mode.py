@@ -112,7 +112,7 @@ def test_nobody_sees_a_row_before_it_is_on_the_disk(
     rb = open_store(5000)
     rb.extend(make_batch(3))
     seen: list[tuple[int, int]] = []
-    state = rb.storage._state  # type: ignore[attr-defined]
+    state = rb.storage._shared.page  # type: ignore[attr-defined]
     disk.before = lambda name: seen.append((len(rb), state.get("last")))
     for rows in (1, 100, 2000):
         rb.extend(make_batch(rows))

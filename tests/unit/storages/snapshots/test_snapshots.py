@@ -542,7 +542,7 @@ def test_ids_and_episodes_go_on_above_both(
         rb.extend(make_batch(12), source="a")
         rb.dumps(place)
         highest, episode = rb.storage.last, rb.storage.episodes.next_episode
-        index = rb.storage.index_of(np.arange(highest - 99, highest + 1))
+        index = rb.storage.geometry.index_of(np.arange(highest - 99, highest + 1))
     with expstore.open(tmp_path / "other.exp", capacity=100) as rb:
         rb.extend(make_batch(700, episode_length=3)[:90])
         highest, episode = max(highest, rb.storage.last), max(episode, rb.storage.episodes.next_episode)
@@ -552,7 +552,7 @@ def test_ids_and_episodes_go_on_above_both(
             assert window.low >= highest
             assert window.size == 100
             ids = np.arange(window.low + 1, window.last + 1)
-            assert (rb.storage.index_of(ids) == index).all()  # the same numbers as before
+            assert (rb.storage.geometry.index_of(ids) == index).all()  # the same numbers as before
             lowest = rb.sql("SELECT min(_episode) FROM transitions").fetchall()[0][0]
             assert lowest >= episode
             total = rb.sql("SELECT count(*), min(episode_id) FROM episodes").fetchall()[0]

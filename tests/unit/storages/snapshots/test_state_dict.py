@@ -52,7 +52,15 @@ def shown(storage: Storage) -> tuple[Any, ...]:
     rows = rb.sql(f"SELECT {columns} FROM transitions ORDER BY _id").fetchall()
     facts = "source, trajectory_id, length, return, status, live_rows"
     episodes = rb.sql(f"SELECT {facts} FROM episodes ORDER BY episode_id").fetchall()
-    return rows, episodes, storage.write_count, storage.max_priority, storage.draw, storage.seed, storage.keys
+    return (
+        rows,
+        episodes,
+        storage.write_count,
+        storage.max_priority,
+        storage.draws.number,
+        storage.seed,
+        storage.keys,
+    )
 
 
 @pytest.mark.some(2)
@@ -139,7 +147,7 @@ def test_objects_are_copied(make: Callable[..., Storage]) -> None:
     found = second.read(second.window.ids())[0]
     assert found[:2].tolist() == ["text", {"list": [1]}]
     assert (found[2]["t"].tolist(), found[3].tolist()) == ([0, 1, 2], [0, 1])
-    assert second.spare == 5
+    assert second.geometry.spare == 5
 
 
 def test_other_storages(make: Callable[..., Storage], tmp_path: Path) -> None:
@@ -171,7 +179,7 @@ def test_other_storages(make: Callable[..., Storage], tmp_path: Path) -> None:
     RoundRobinWriter().write(flat, [np.arange(6)], Steps(6), source=None, info="")
     again = make(LazyMemmapStorage, 10, ndim=2)
     again.load_state_dict(flat.state_dict())
-    assert (again.capacity, again.dims, again.shape) == (12, (3,), (2, 3))
+    assert (again.capacity, again.geometry.dims, again.shape) == (12, (3,), (2, 3))
 
 
 def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: Path) -> None:
@@ -281,7 +289,7 @@ def test_torchrls_fault_counter_beyond_2_to_31(make: Callable[..., Storage], kin
     rb.storage.load_state_dict(manifest)
     rb.extend(batch(5))
     rb.sample(4)
-    assert (rb.write_count, rb.storage.draw) == (2**31 + 3, 2**32)
+    assert (rb.write_count, rb.storage.draws.number) == (2**31 + 3, 2**32)
     assert rb.storage.last > 2**33
     assert len(rb) == 10
 
