@@ -243,7 +243,7 @@ def break_segments_first() -> None:
         self._make_room(rows.count)
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
         group, first = self.columns, rows.first_id + skipped
-        for slot, _, n in self.pieces(first, rows.count - skipped):
+        for slot, _, n in self.geometry.runs(first, rows.count - skipped):
             group.ensure(slot + n)
         self._publish(rows, skipped, 0)
         self.sync()
