@@ -23,7 +23,6 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.base import Sampler
-from expstore.storages.engine.checkpointer import SyncedStorage
 
 __all__ = ["AnySpec", "Drawers", "Spec"]
 
@@ -235,7 +234,7 @@ class Drawers:
             if where is not None or seed is not None or number is not None:
                 raise Refusal(422, "a sampler with a name has its condition and its seed already")
             buffer, storage = self.named(spec), self._rb.storage
-            if isinstance(storage, SyncedStorage) and buffer.storage is not storage:
+            if buffer.storage is not storage:
                 storage.drain()  # else small batches would show a moment later
             return buffer.sample(batch_size)
         buffer = self._buffer(Uniform() if spec is None else spec, where, seed)

@@ -28,7 +28,6 @@ from expstore.disk.files import ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.schema.schema import Schema
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
-from expstore.storages.engine.checkpointer import SyncedStorage
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
 
@@ -115,8 +114,7 @@ class Served:
             if self._sql is None:
                 storage, settings = self.rb.storage, self._settings
                 limits = SqlLimits(seconds=settings.sql_seconds, rows=settings.sql_rows)
-                drain = storage.drain if isinstance(storage, SyncedStorage) else None
-                self._sql = SqlWorker(self.path, limits=limits, drain=drain)
+                self._sql = SqlWorker(self.path, limits=limits, drain=storage.drain)
             return self._sql
 
     def end_silent(self) -> None:

@@ -26,7 +26,6 @@ from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.base import Storage
-from expstore.storages.engine.checkpointer import SyncedStorage
 from expstore.storages.engine.delete import GivenUp, RetainingStorage
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.folder import FolderStorage
@@ -162,7 +161,7 @@ class StoreHandle:
         kept = self.__dict__.get("_storage")
         if self._origin is None and (kept is None or kept.closed):
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if isinstance(kept, SyncedStorage) and kept.can_write:
+        if kept is not None and kept.can_write:
             kept.drain()  # the copy is to see all that was written
         own = {"_storage", "_catalog", "_retention", "_parents", "_parents_sampler", *self._bound}
         state = {name: value for name, value in self.__dict__.items() if name not in own}

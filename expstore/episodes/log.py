@@ -14,6 +14,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 
@@ -230,7 +231,7 @@ def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
         yield entry
 
 
-class EpisodeLog:
+class EpisodeLog(Checkpointed):
     """Append entries and read them back.
 
     One writer. Entries wait in memory until a sync: before it, publish records say the same.
@@ -272,6 +273,15 @@ class EpisodeLog:
             self.length += len(data)
             self.dirty, self._surplus = True, False
             del self._waiting[:waiting]
+
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return the file if it has bytes that no checkpoint covers."""
+        dirty, self.dirty = self.dirty, False
+        return Dirty({self.file} if dirty else set())
+
+    def abort(self, dirty: Dirty) -> None:
+        """Take back what `begin` returned: it was not synced."""
+        self.dirty = self.dirty or bool(dirty.files)
 
     def read(self) -> Iterator[LogEntry]:
         """Return all entries in order.

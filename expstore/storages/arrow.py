@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Array, IntArray, Ranking
-from expstore.disk.files import Disk, File
-from expstore.errors import SchemaError, StorageError
+from expstore.disk.files import Disk
+from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys
 from expstore.storages.batch import Rows
@@ -24,7 +23,6 @@ from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import LayoutName
-from expstore.storages.recovery.recover import Past
 from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["ArrowStorage"]
@@ -136,8 +134,7 @@ class ArrowStorage(ZarrStorage):
         group = self.columns
         if group is not None and group.segments is not None:
             size = sum(int(rows.columns[place].nbytes) for place in group.segment_places)
-            if self._min_free and self.disk.free(self.path) - size < self._min_free:
-                raise self._too_full(rows.count, -(-size // max(1, rows.count)))
+            self._space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
             self._pace(group.segments.unsynced_bytes + size)
         super().write(rows)
 
@@ -162,54 +159,6 @@ class ArrowStorage(ZarrStorage):
         super()._create(schema, keys)
         if self._segments is not None:
             self._segments.generation = self.manifest.generation
-
-    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
-        if self._segments is not None:
-            self._tell_left(self._segments)
-            self._segments.begin_mark(self.last)
-        return super()._unsynced_columns()
-
-    def _tell_left(self, segments: SegmentWriter) -> None:
-        """Tell segments which rows have left: in a ring those of which not even a slot is left."""
-        if self.geometry.slots is None:
-            segments.note_left(self._window.low, self._window.gaps)
-        else:
-            segments.note_left(max(self.retired, self.last - self.geometry.slots), NO_GAPS)
-
-    def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
-        if self._segments is not None:
-            self._tell_left(self._segments)
-        return super()._settle_columns(past)
-
-    def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
-        files = super()._empty(dead, pages)
-        if self._segments is not None:
-            with self._sync_lock:  # a sync may merge them
-                self._tell_left(self._segments)
-                self._segments.give_up()
-        return files
-
-    def _put_back(self, files: set[File], folders: set[Path]) -> None:
-        super()._put_back(files, folders)
-        if self._segments is not None:
-            self._segments.put_back()
-
-    def _note_marked(self) -> None:
-        super()._note_marked()
-        if self._segments is None:
-            return
-        try:
-            self._segments.note_marked(tidy=not self.hold.first)
-        except StorageError as exc:
-            if exc.lost:
-                raise
-            # Rows are where they were: the next sync tries again.
-            _logger.warning("segments of %s are not merged: %s", self.path, exc)
-
-    def _give_back(self) -> None:
-        super()._give_back()
-        if self._segments is not None:
-            self._segments.give_back()
 
 
 def _no_ranking(schema: Schema) -> SchemaError:

@@ -691,6 +691,9 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
     def _make_room(self, count: int) -> None:
         """Wait until `count` more rows may be written."""
 
+    def drain(self) -> None:
+        """Write to the columns the rows that only a journal has, where there is one."""
+
     def note_interruption(self) -> None:
         """Be told that an act was left in the middle: what is in memory may lag behind the disk."""
 
@@ -717,7 +720,7 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
 
     def _record_change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
-    ) -> None:
+    ) -> Any:
         """Record new values of rows before they are written."""
 
 

@@ -22,7 +22,8 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
-from expstore.storages.columns.column_set_writer import WritableColumns, taken
+from expstore.storages.columns.column_set import taken
+from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import TAIL_ROWS, Tail
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
@@ -75,14 +76,9 @@ class ZarrStorage(ArchivingStorage):
     def _begin(self) -> None:
         self._priority_lock = self.lock_order.ranked("priorities", threading.Lock())
         self._tail = Tail(self.lock_order)
-        self._touched: set[File] = set()
         self.columns: WritableColumns | None = None
         self.checksums: Checksums | None = None
-        self._changed: set[int] = set()  # blocks that the next sync has summed beside those of newer rows
-        self._due: set[int] = set()  # blocks that the sync under way has summed
-        self._begin_packed()
         self._begin_reshaping()
-        self._begin_retaining()
 
     # -- opening ---------------------------------------------------------------------------------
 
@@ -93,12 +89,13 @@ class ZarrStorage(ArchivingStorage):
         schema = self.manifest.schema
         if schema is None:
             return
-        self._touched = set()
         fields = (*schema.fields, *ROW_FIELDS)
         group = self._make_columns(fields)
         check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
         group.open_shards()
         group.warm()
+        if group.segments is not None:
+            group.segments.generation = self.manifest.generation + 1
         with self._other_fields(schema):
             self.columns = group  # not before: readers must not meet a part that is not mapped
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
@@ -126,7 +123,7 @@ class ZarrStorage(ArchivingStorage):
         group = self.columns
         if group is None:
             return
-        with self.poisoning():
+        with self._health.guarding():
             SampledColumn.make(
                 self.disk, group.folder, self.geometry.slots, ready=group.ready, pool=self._pool
             )
@@ -168,6 +165,8 @@ class ZarrStorage(ArchivingStorage):
         folders: set[Path] = set()
         if group is None or past.clean:
             return files, folders
+        if group.segments is not None:
+            group.segments.note_left(*self._left())
         before = max(past.synced, self._window.low)
         columns = list(group.columns)
         if self.sampled is not None:
@@ -179,8 +178,7 @@ class ZarrStorage(ArchivingStorage):
                 self.sampled.rewrite(newer)
         self.flush_priorities()
         files.add(self._sum_unsettled(past))
-        packed, self._unnamed = group.take_packed()
-        files |= packed
+        files |= group.begin_opening()
         folders |= self._take_new_folders()
         for column in columns:
             files.update(column.files)
@@ -225,10 +223,10 @@ class ZarrStorage(ArchivingStorage):
             group.settle(self.last, self.last if past is None else past.synced)
         super()._settle(past)
         if group is not None and past is not None and not past.clean:
-            self._name_columns()
-            self._note_marked()
+            group.synced()
+            group.completed(tidy=self.may_tidy())
         if self.checksums is not None:  # a store that had none gets them, little by little
-            self._changed = self.checksums.missing(self._readable_blocks())
+            self.checksums.note_changed(self.checksums.missing(self._readable_blocks()))
 
     def _create(self, schema: Schema, keys: Keys) -> None:
         pool, folder = self._pool, self.path / COLUMNS
@@ -239,6 +237,8 @@ class ZarrStorage(ArchivingStorage):
         WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
         columns = self._make_columns(fields)
         columns.warm()
+        if columns.segments is not None:
+            columns.segments.generation = self.manifest.generation
         if self.checksums is not None:
             self.checksums.close()
         self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
@@ -299,7 +299,9 @@ class ZarrStorage(ArchivingStorage):
             self._payload = b"".join(payload_parts(group, arrays, numbers))
         elif group is not None:
             runs = self.geometry.runs(rows.first_id + rows.count - count, count)
-            self._settle_rows(lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders()))
+            self._checkpointer.sync_rows(
+                lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders())
+            )
 
     def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> int:
         """Keep few rows back: their publish record will carry their bytes."""
@@ -328,7 +330,7 @@ class ZarrStorage(ArchivingStorage):
                     self._shared.drain(tail.first_id + tail.count - 1)
                     tail.drop()
         except StorageError as exc:
-            self.note_failure(exc)  # a new shard of a store that grows is synced at once
+            self._health.note_failure(exc)  # a new shard of a store that grows is synced at once
             if columns.packed or columns.segments is not None:
                 self.note_interruption()  # how far they have come only the files can say
             raise
@@ -340,62 +342,31 @@ class ZarrStorage(ArchivingStorage):
 
     # -- sync ------------------------------------------------------------------------------------
 
-    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
-        files, self._touched = self._touched, set()
-        if self.columns is None:
-            return files, set()
-        if self.sampled is not None:
-            files |= taken(self.sampled.touched)
-        self._due, self._changed = self._changed, set()
-        newer = min(self.last - max(self._synced, self.retired), self.geometry.slots or self.last)
-        if newer > 0:
-            pieces = self.geometry.runs(self.last - newer + 1, newer)
-            files |= self.columns.files_of(pieces)
-            self._due |= blocks_of(pieces)
-        if self._due and self.checksums is not None:
-            files.add(self.checksums.file)
-        packed, self._unnamed = self.columns.take_packed()
-        return files | packed, self._take_new_folders()
-
-    def _put_back(self, files: set[File], folders: set[Path]) -> None:
-        with self.episode_lock:
-            self._touched |= files
-            self._changed |= self._due
-            if self.columns is not None:
-                self.columns.new_folders |= folders
-            self._put_back_unnamed()
-
     def _take_new_folders(self) -> set[Path]:
         folders = taken(self.columns.new_folders) if self.columns is not None else set()
         return folders if self.sampled is None else folders | taken(self.sampled.new_folders)
-
-    def _sum_columns(self, sequence: int) -> None:
-        """Sum what is about to be synced.
-
-        Rows in flight may be in it, whose bytes change yet: publishing them has their blocks summed again.
-        """
-        if self.checksums is not None:
-            generation, empty = self.manifest.generation, self._take_emptied()
-            self.checksums.give_up(empty, generation=generation)
-            self.checksums.update(self._due - empty, generation=generation, sequence=sequence)
 
     def block_sums(self) -> Array | None:
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
         if self.checksums is None:
             return None
-        with self._sync_lock, self.episode_lock:
+        with self._checkpointer.lock, self.episode_lock:
             entries = self.checksums.entries()
-            newer = self.last - self._synced
-            changed = self._changed | blocks_of(self.geometry.runs(self._synced + 1, newer) if newer else [])
+            covered = self._checkpointer.covered
+            newer = self.last - covered
+            changed = self.checksums.changed | blocks_of(
+                self.geometry.runs(covered + 1, newer) if newer else []
+            )
             entries[[block for block in changed if block < entries.size]] = 0
         return entries
 
     def sum_again(self, blocks: set[int]) -> None:
         """Sum blocks as they are now, and sync: a repair has written to them or gives them up."""
-        if self.columns is None:
+        if self.columns is None or self.checksums is None:
             return
         with self.episode_lock:
-            self._changed |= {block for block in blocks if (block + 1) * BLOCK_ROWS <= self.columns.ready}
+            ready = self.columns.ready
+            self.checksums.note_changed(block for block in blocks if (block + 1) * BLOCK_ROWS <= ready)
         self.sync()
 
     def flush_priorities(self) -> None:
@@ -425,7 +396,7 @@ class ZarrStorage(ArchivingStorage):
                 self._dirty_pages[pages] = True
                 raise
         with self.episode_lock:
-            self._touched |= touched
+            self.columns.touched |= touched
 
     def _note_priorities(self, slots: IntArray) -> None:
         self._dirty_pages[slots // PAGE_ROWS] = True
@@ -471,9 +442,9 @@ class ZarrStorage(ArchivingStorage):
             self.archive_all_but(self.capacity if in_use else keeps)
             arrival = find()
             ready = 0 if self.columns is None or not in_use else self.columns.ready
-            build_load(self, self.path, arrival, sequence=self._journal.sequence, ready=ready)
+            build_load(self, self.path, arrival, sequence=self.journal.sequence, ready=ready)
             recovered = self.counters.recovered
-            with self._sync_lock, self.sampled_lock:
+            with self._checkpointer.lock, self.sampled_lock:
                 try:
                     with self.changing():
                         commit_load(self.disk, self.path)

@@ -7,12 +7,12 @@ files: it replaces functions in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
+from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
@@ -25,9 +25,9 @@ from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine import alter
 from expstore.storages.engine.archive import Archive
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
+from expstore.storages.engine.checkpointer import Checkpointer, Pin
 from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.engine.store import JournaledStorage
-from expstore.storages.engine.write_keys import KeyKeepingStorage
 from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Publish
@@ -77,10 +77,10 @@ def break_redo() -> None:
     """Rows are changed in place although no mark covers their publish record."""
     record_change = JournaledStorage._record_change
 
-    def record(self: Any, *given: Any, **more: Any) -> None:
+    def record(self: Any, *given: Any, **more: Any) -> Any:
         self.sync = lambda: None
         try:
-            record_change(self, *given, **more)
+            return record_change(self, *given, **more)
         finally:
             del self.sync
 
@@ -88,14 +88,14 @@ def break_redo() -> None:
 
 
 def break_sync() -> None:
-    """A mark is made without a sync of the columns."""
-    collect = ZarrStorage._unsynced_columns
+    """A checkpoint is recorded without a sync of the columns."""
+    begin = WritableColumns.begin
 
-    def nothing(self: Any) -> tuple[set[Any], set[Path]]:
-        collect(self)
-        return set(), set()
+    def nothing(self: Any, checkpoint: Checkpoint) -> Dirty:
+        begin(self, checkpoint)
+        return Dirty()
 
-    ZarrStorage._unsynced_columns = nothing  # type: ignore[method-assign]
+    WritableColumns.begin = nothing  # type: ignore[method-assign]
 
 
 def break_recovery() -> None:
@@ -104,13 +104,13 @@ def break_recovery() -> None:
 
 
 def break_marks() -> None:
-    """A mark covers a change in place whose columns are not all written."""
-    JournaledStorage._half = property(lambda self: None, lambda self, value: None)  # type: ignore[assignment]
+    """A checkpoint covers a change in place whose columns are not all written."""
+    Checkpointer.pin = lambda self, lsn, segment=None: Pin(lsn, segment)  # type: ignore[method-assign]
 
 
 def break_sync_mode() -> None:
     """With durability="sync" a call returns before its record is on the disk."""
-    JournaledStorage._settle_record = lambda self: None  # type: ignore[method-assign]
+    Checkpointer.sync_record = lambda self, journal: None  # type: ignore[method-assign]
 
 
 def break_dumps() -> None:
@@ -135,32 +135,31 @@ def break_renewal() -> None:
 
 def break_count_syncs() -> None:
     """Counts are written and not synced."""
-    unsynced = ZarrStorage._unsynced_columns
+    begin = SampledColumn.begin
 
-    def others(self: Any) -> tuple[set[Any], set[Path]]:
-        files, folders = unsynced(self)
-        return {file for file in files if "sampled" not in str(file.path)}, folders
+    def folders(self: Any, checkpoint: Checkpoint) -> Dirty:
+        return Dirty(set(), begin(self, checkpoint).folders)
 
-    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+    SampledColumn.begin = folders  # type: ignore[method-assign]
 
 
 def break_notes() -> None:
     """What is noted about an episode is in memory, and in no record."""
 
     def annotate(self: Any, entry: LogEntry) -> None:
-        self._log.append(self.episodes.annotate(entry, self._journal.sequence))
+        self._log.append(self.episodes.annotate(entry, self.journal.sequence))
 
     JournaledStorage._annotate = annotate  # type: ignore[method-assign]
 
 
 def break_changes() -> None:
     """Rows are changed in place, or displaced, and no record says so."""
-    append = JournaledStorage._append
+    append = JournaledStorage.append_record
 
     def others(self: Any, kind: Kind, *body: bytes) -> int:
-        return self._journal.sequence if kind is Kind.REDO else append(self, kind, *body)
+        return self.journal.sequence if kind is Kind.REDO else append(self, kind, *body)
 
-    JournaledStorage._append = others  # type: ignore[method-assign]
+    JournaledStorage.append_record = others  # type: ignore[method-assign]
 
 
 def break_packed_syncs() -> None:
@@ -272,13 +271,13 @@ def break_reach() -> None:
 
 def break_lenders() -> None:
     """A mark is made without a sync of the rows with which others lie."""
-    unsynced = ZarrStorage._unsynced_columns
+    begin = WritableColumns.begin
 
-    def others(self: Any) -> tuple[set[Any], set[Path]]:
-        files, folders = unsynced(self)
-        return {file for file in files if "/next/frame/" not in str(file.path)}, folders
+    def others(self: Any, checkpoint: Checkpoint) -> Dirty:
+        dirty = begin(self, checkpoint)
+        return Dirty({file for file in dirty.files if "/next/frame/" not in str(file.path)}, dirty.folders)
 
-    ZarrStorage._unsynced_columns = others  # type: ignore[method-assign]
+    WritableColumns.begin = others  # type: ignore[method-assign]
 
 
 def break_key_records() -> None:
@@ -294,7 +293,7 @@ def break_key_records() -> None:
 
 def break_key_order() -> None:
     """A key is in the file, and believed, before there is a record of its rows."""
-    expect = KeyKeepingStorage._expect_key
+    expect = JournaledStorage._expect_key
 
     def note(self: Any, rows: Rows) -> None:
         expect(self, rows)
@@ -302,8 +301,8 @@ def break_key_order() -> None:
             self.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
             self.write_keys.flush()
 
-    KeyKeepingStorage._expect_key = note  # type: ignore[method-assign]
-    KeyKeepingStorage._note_key = lambda self, rows: None  # type: ignore[method-assign]
+    JournaledStorage._expect_key = note  # type: ignore[method-assign]
+    JournaledStorage._note_key = lambda self, rows: None  # type: ignore[method-assign]
     break_key_cuts()
 
 

@@ -209,14 +209,15 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
     done = 0
-    sync = kept._sync_now
+    checkpoint = kept._checkpointer._checkpoint
 
-    def noted() -> None:
+    def noted(store: Any) -> Any:
         floor = done
-        sync()
+        keep = checkpoint(store)
         disk.say(f"floor {floor}")
+        return keep
 
-    kept._sync_now = noted  # type: ignore[method-assign]
+    kept._checkpointer._checkpoint = noted  # type: ignore[method-assign]
     if job.busy:
         disk.meanwhile = _turns(kept, job.busy)
     disk.say("open")
@@ -243,7 +244,9 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
     def turn() -> None:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
-            held = kept._sync_lock.locked() or kept._priority_lock.locked() or kept.episode_lock.locked()
+            held = any(
+                lock.locked() for lock in (kept._checkpointer.lock, kept._priority_lock, kept.episode_lock)
+            )
             held |= kept.archive is not None and kept.archive.turn.locked()
             if not held and not kept.sampled_lock._is_owned():
                 thread = threading.Thread(target=lambda: (kept.sync(), kept.archive_left()))

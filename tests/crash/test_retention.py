@@ -227,10 +227,10 @@ def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch
         kill_everywhere(tmp_path, "segments", [1, 3, 4], monkeypatch, step=1)
 
 
-def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
+def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
     """Write the record, and give back space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "_sync_journal", lambda files, folders: None)
+        patch.setattr(storage._checkpointer, "sync_journal", lambda files, folders: None)
         return PART_WITH(storage, going)
 
 

@@ -22,8 +22,8 @@ from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
 from expstore.samplers import SamplerWithoutReplacement
 from expstore.storages.engine import store
-from expstore.storages.engine.checkpointer import SyncedStorage
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.control_page import StatePage
 from expstore.storages.format.journal import Kind, read_journal
@@ -133,15 +133,15 @@ def test_killed_before_every_act_the_page_is_believed(
 def test_a_seal_before_the_close_record_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = SyncedStorage._sync_for_good
+    settle = JournaledStorage._checkpoint_for_good
 
-    def seal_early(self: SyncedStorage) -> None:
+    def seal_early(self: JournaledStorage) -> None:
         settle(self)
         self._shared.page.set("heartbeat", 0)
-        self._shared.page.set("sequence", self._journal.sequence + 1)
+        self._shared.page.set("sequence", self.journal.sequence + 1)
         self._shared.page.seal()
 
-    monkeypatch.setattr(SyncedStorage, "_sync_for_good", seal_early)
+    monkeypatch.setattr(JournaledStorage, "_checkpoint_for_good", seal_early)
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
 
 

@@ -75,7 +75,7 @@ class MortalLife:
         """Forget all rows, and go on elsewhere."""
         self.sync()
         self.rows.clear()
-        self.last = self.synced = self.last + (rows if self.geometry.slots is not None else 0)
+        self.last = self.synced = self.last + (rows if self.slots is not None else 0)
         self.first, self.reader = self.last + 1, None
         self.extend(1)
         self.sync()

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
 from expstore.storages.columns.column_set import ColumnGroup
@@ -139,7 +140,7 @@ def read_entries(data: bytes, columns: int, path: Path) -> Array:
     return np.frombuffer(body, dtype).copy()
 
 
-class Checksums:
+class Checksums(Checkpointed):
     """Keep the sums of a store's blocks, on disk and in memory.
 
     Threads: one at a time, the one that syncs or opens. Crashes: an entry may be lost, or speak of bytes
@@ -153,6 +154,11 @@ class Checksums:
 
     def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
         self._columns = group.summed
+        #: Blocks whose sums do not fit their bytes any more, and those of them without a row.
+        self._changed: set[int] = set()
+        self._emptied: set[int] = set()
+        self._due: set[int] = set()  # the blocks that the checkpoint which runs sums, or gives up
+        self._due_empty: set[int] = set()
         width = len(self._columns)
         new = not disk.exists(path)
         self.file: File = disk.open(path, create=True)
@@ -205,6 +211,45 @@ class Checksums:
             for block in blocks
             if block >= self._entries.size or state_of(self._entries[block]) != SUMMED
         }
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def note_changed(self, blocks: Iterable[int], *, emptied: Iterable[int] = ()) -> None:
+        """Have the next checkpoint sum blocks; the lock of the episodes is held.
+
+        Args:
+            blocks: Whose bytes have changed in place.
+            emptied: Those of them that have no row any more, and need not be read.
+        """
+        self._changed.update(blocks)
+        self._emptied.update(emptied)
+
+    @property
+    def changed(self) -> set[int]:
+        """The blocks that the next checkpoint sums, besides those of new rows."""
+        return self._changed
+
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return the file if there are blocks to be summed."""
+        self._due, self._changed = self._changed | blocks_of(checkpoint.runs), set()
+        self._due_empty, self._emptied = self._emptied & self._due, self._emptied - self._due
+        return Dirty({self.file} if self._due else set())
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Sum what is about to be synced.
+
+        Rows in flight may be in it, whose bytes change yet: publishing them has their blocks summed again.
+        """
+        empty = self._due_empty
+        self.give_up(empty, generation=checkpoint.generation)
+        self.update(self._due - empty, generation=checkpoint.generation, sequence=checkpoint.lsn)
+
+    def abort(self, dirty: Dirty) -> None:
+        """Take back what `begin` returned: it was not synced."""
+        self._changed |= self._due
+        self._emptied |= self._due_empty
+
+    # -- sums --------------------------------------------------------------------------------------
 
     def update(self, blocks: Iterable[int], *, generation: int, sequence: int) -> None:
         """Sum blocks as they are now and write their entries; the caller syncs the file.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import google_crc32c
 import numpy as np
@@ -31,9 +31,9 @@ from expstore.storages.format.zarr_metadata import make_metadata, read_layout, r
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.segments import Segments
 
-__all__ = ["ColumnGroup", "add_batches"]
+__all__ = ["ColumnGroup", "add_batches", "taken"]
 
-#: Beside the columns' folder: rows of fields without a fixed size.
+_Thing = TypeVar("_Thing")
 
 _ID = ("_row", "id")
 #: Slots that are looked at to learn how many rows a column's chunks hold.
@@ -392,3 +392,11 @@ def add_batches(crc: int, checksums: Sequence[int]) -> int:
     for checksum in checksums:
         crc = google_crc32c.extend(crc, checksum.to_bytes(4, "little"))
     return crc
+
+
+def taken(things: set[_Thing]) -> set[_Thing]:
+    """Empty a set to which another thread may be adding; return what was in it."""
+    found: set[_Thing] = set()
+    while things:
+        found.add(things.pop())
+    return found

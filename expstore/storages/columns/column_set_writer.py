@@ -7,19 +7,22 @@ several threads. It decides nothing about order: payload and record are the stor
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import numpy as np
 
 from expstore.core.values import Array, IntArray
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.errors import StorageError
 from expstore.schema.schema import Field
-from expstore.storages.columns.column_set import ColumnGroup, add_batches
+from expstore.storages.columns.column_set import ColumnGroup, add_batches, taken
 from expstore.storages.columns.dedup_finder import NextRows
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.column import Filling, PackedRows
@@ -32,8 +35,9 @@ from expstore.storages.format.zarr_metadata import read_packing
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["Unnamed", "WritableColumns", "taken"]
+__all__ = ["Unnamed", "WritableColumns"]
 
+_logger = logging.getLogger("expstore")
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
 #: Longer writes are cut into pieces of so many bytes, for several threads.
@@ -41,7 +45,6 @@ WRITE_BYTES = 2 << 20
 WRITERS = 2
 #: The row fields: id, episode, step, time, priority.
 NUMBERS = 5
-_Thing = TypeVar("_Thing")
 #: Shards of packed columns that are finished, and have no names yet.
 Unnamed = list[tuple[PackedColumn, list[Filling]]]
 
@@ -83,7 +86,7 @@ class _Span:
         )
 
 
-class WritableColumns(ColumnGroup):
+class WritableColumns(ColumnGroup, Checkpointed):
     """Columns that rows are written to, one thread at a time.
 
     Args:
@@ -112,6 +115,9 @@ class WritableColumns(ColumnGroup):
         self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
         self._reach = reach
         self._next_rows: dict[int, NextRows] = {}
+        #: Files that were changed in place and that no checkpoint covers.
+        self.touched: set[File] = set()
+        self._unnamed: Unnamed = []  # finished shards of the checkpoint that runs
         self._look_through()
 
     def _look_through(self) -> None:
@@ -210,15 +216,62 @@ class WritableColumns(ColumnGroup):
             self.new_folders |= taken(self.segments.new_folders)
         return files, finished
 
-    def name(self, finished: Unnamed) -> None:
-        """Give finished shards their names: their bytes are on the disk."""
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return the files and folders that no checkpoint covers."""
+        if self.segments is not None:
+            self.segments.note_left(checkpoint.low, checkpoint.gaps)
+            self.segments.begin_mark(checkpoint.last)
+        files = taken(self.touched) | self.files_of(checkpoint.runs)
+        packed, self._unnamed = self.take_packed()
+        return Dirty(files | packed, taken(self.new_folders))
+
+    def synced(self) -> None:
+        """Give finished shards their names, after the fsync of what `begin` returned."""
+        finished, self._unnamed = self._unnamed, []
         for column, fillings in finished:
             column.name(fillings)
 
-    def note_marked(self) -> None:
-        """Be told that the mark is on the disk."""
+    def completed(self, *, tidy: bool) -> None:
+        """Reuse what only the former checkpoint needed, after the fsync of the record of this one."""
         for _, column in self.packed:
             column.note_marked()
+        if self.segments is None:
+            return
+        try:
+            self.segments.note_marked(tidy=tidy)
+        except StorageError as exc:
+            if exc.lost:
+                raise
+            # Rows are where they were: the next checkpoint tries again.
+            _logger.warning("segments of %s are not merged: %s", self.folder.parent, exc)
+
+    def abort(self, dirty: Dirty) -> None:
+        """Take back what `begin` returned: it was not synced."""
+        self.touched |= dirty.files
+        self.new_folders |= dirty.folders
+        for column, fillings in self._unnamed:
+            column.put_back(fillings)
+        self._unnamed = []
+        if self.segments is not None:
+            self.segments.put_back()
+
+    def begin_opening(self) -> set[File]:
+        """Return the packed files that an opening has written; `synced` and `completed` follow."""
+        packed, self._unnamed = self.take_packed()
+        return packed
+
+    def take_new_folders(self) -> set[Path]:
+        """Return, once, the folders with names that no checkpoint covers."""
+        return taken(self.new_folders)
+
+    def give_back(self) -> None:
+        """Give back the disk space that only further writing needs."""
+        for _, column in self.packed:
+            column.give_back()
+        if self.segments is not None:
+            self.segments.give_back()
 
     def packed_now(self) -> dict[int, PackedRows]:
         """Return packed rows as they are at this moment, by place."""
@@ -446,11 +499,3 @@ def _finish(jobs: Sequence[Future[None]]) -> None:
             raise failure
     if interruption is not None:
         raise interruption
-
-
-def taken(things: set[_Thing]) -> set[_Thing]:
-    """Empty a set to which another thread may be adding; return what was in it."""
-    taken: set[_Thing] = set()
-    while things:
-        taken.add(things.pop())
-    return taken

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File, address_of
 from expstore.errors import CorruptionError, StorageError
-from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set import ColumnGroup, taken
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.format.zarr_metadata import make_metadata, read_layout
@@ -27,7 +28,7 @@ __all__ = ["SampledColumn", "find_sampled", "has_sampled"]
 _WIDTH = SAMPLED.row_bytes
 
 
-class SampledColumn(Sampled):
+class SampledColumn(Sampled, Checkpointed):
     """Count in RAM and in a column, which is written before a batch is handed out.
 
     Threads: as `Sampled`; a sync takes `touched` and `new_folders` without the lock. Processes: one, the
@@ -149,6 +150,15 @@ class SampledColumn(Sampled):
             with contextlib.suppress(StorageError):
                 self._keep(slots, self.values[slots])
                 self._owed = []
+
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return the files and folders that no checkpoint covers."""
+        return Dirty(taken(self.touched), taken(self.new_folders))
+
+    def abort(self, dirty: Dirty) -> None:
+        """Take back what `begin` returned: it was not synced."""
+        self.touched |= dirty.files
+        self.new_folders |= dirty.folders
 
     def close(self) -> None:
         """Close the files."""

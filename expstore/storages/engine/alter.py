@@ -60,18 +60,18 @@ class ReshapableStorage(PackableStorage):
                 schema = self.require_schema().grown(coming.entry, coming.default)
                 refuse_objects(schema)
                 plan = self._plan("add", coming.entry.key, self.require_schema())
-                with self.poisoning():
+                with self._health.guarding():
                     building = _Building(self, plan, coming.entry)
             with contextlib.closing(building):
                 filler = Filler(self, coming, building)
-                with self.poisoning():
+                with self._health.guarding():
                     filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
                 with self.lock:
                     self.check_writable()
                     if self.require_schema() is not building.schema:
                         raise StateError("the store has other fields by now", hint="add the field again")
-                    with self.poisoning():
+                    with self._health.guarding():
                         building.reach()
                         filler.finish()
                     with self._one_act():
@@ -128,7 +128,8 @@ class ReshapableStorage(PackableStorage):
                 summed = [n for n, c in enumerate(group.summed) if c is not gone]
                 begin_late(self.disk, self.path, plan, sums.rearranged(summed))
                 self._commit(plan, schema, specs, [group.columns[number] for number in rest])
-                self._touched -= set(gone.files)
+                if self.columns is not None:
+                    self.columns.touched -= set(gone.files)
                 gone.close()
 
     def _plan(self, act: str, key: Key, others: Schema) -> Plan:
@@ -153,8 +154,10 @@ class ReshapableStorage(PackableStorage):
         """
         self.settle_changes()
         self.sync()
-        with self._sync_lock, self.poisoning():
-            if self._unsure or self._half is not None or self.last > self._synced:
+        checkpointer = self._checkpointer
+        with checkpointer.lock, self._health.guarding():
+            behind = checkpointer.is_pinned or self.last > checkpointer.covered
+            if self._health.needs_recovery or behind:
                 raise StateError(f"{self.path} could not be brought to the disk", hint="try again")
             try:
                 yield
@@ -174,6 +177,7 @@ class ReshapableStorage(PackableStorage):
         finish_late(self.disk, self.path)
         self.checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
         if sums is not None:
+            self.checksums.note_changed(sums.changed)
             sums.close()
 
     @contextlib.contextmanager

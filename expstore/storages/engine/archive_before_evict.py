@@ -152,7 +152,7 @@ class ArchivingStorage(RetainingStorage):
         if archive is None or self.schema is None or archive.storage.closed:
             return
         with archive.turn:
-            through = min(self._window.low, self._synced)
+            through = min(self._window.low, self._checkpointer.covered)
             if through > archive.through:
                 self._copy(archive, through)
             before = self.episodes.next_episode
@@ -257,7 +257,7 @@ class ArchivingStorage(RetainingStorage):
                     archive.append(left, self.keys, self.require_schema(), _none, sure=False)
                 archive.settle()
             super().write(rows)
-            if self._synced < self.last:
+            if self._checkpointer.covered < self.last:
                 # Else the power may take the batch back when the archive knows no more that it came early.
                 self.sync()
             with archive.turn:
@@ -292,7 +292,9 @@ class ArchivingStorage(RetainingStorage):
         started = time.monotonic()
         with archive.turn:
             if through > archive.settled:
-                self._copy(archive, max(through, min(self._window.low, self._synced), archive.through))
+                self._copy(
+                    archive, max(through, min(self._window.low, self._checkpointer.covered), archive.through)
+                )
                 archive.settle()
         self.counters.waits += 1
         self.counters.wait_seconds += time.monotonic() - started

@@ -1,363 +1,286 @@
-"""How records and rows get to the disk: append, sync, mark, cut, and what a failed sync leaves.
+"""Checkpoints: bring what was appended to the disk, and record in the journal how far that has come.
 
-The part of a storage on disk that counts fsyncs: `expstore.storages.engine.store` appends through it and
-opens and closes what it syncs. It never decides what is published, and never reads a row.
+Used by the storages that have a journal. It decides when an fsync runs and what a checkpoint record may say;
+it never decides what is published, and never reads a row.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import sys
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from expstore.core import tuning
+from expstore.core.draw_state import DrawState
+from expstore.core.lock_order import LockOrder
+from expstore.disk.checkpointed import Checkpoint, Checkpointed
 from expstore.disk.files import Disk, File
-from expstore.episodes.log import EpisodeLog
-from expstore.errors import ExpStoreError, StateError, StorageError
-from expstore.schema.row_fields import ROW_BYTES
-from expstore.schema.schema import Schema
-from expstore.storages.base import Keys
-from expstore.storages.engine.background_checkpoints import Keeper
-from expstore.storages.engine.shared_state import SharedState
-from expstore.storages.folder import FolderStorage, refuse_objects
+from expstore.errors import ExpStoreError
+from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Journal, Kind
-from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.records import Mark
-from expstore.storages.format.write_key_file import KeyFile
+from expstore.storages.index_protocol import CatalogLike
+from expstore.storages.stats import Counters
 
-__all__ = ["SyncedStorage"]
+__all__ = ["Checkpointer", "Pin"]
 
 _logger = logging.getLogger("expstore")
-_ENDLESS = sys.maxsize
 
 
-class SyncedStorage(FolderStorage):
-    """Append records and bring them to the disk, and the columns with them.
+class Checkpointable(Protocol):
+    """What the checkpointer needs of the store whose turn it is."""
 
-    Threads: as `Storage`; any thread may sync. Crashes: what a mark covers is on the disk. A failed
-    fsync poisons the handle: the page cache may call lost bytes clean, so it is never tried again.
+    @property
+    def closed(self) -> bool:
+        """Whether the store is closed."""
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of this opening."""
+
+    @property
+    def episode_lock(self) -> threading.Lock:
+        """Held while a record is appended and memory follows."""
+
+    @property
+    def draws(self) -> DrawState:
+        """The draws, whose state the record keeps."""
+
+    @property
+    def counters(self) -> Counters:
+        """What `stats` shows."""
+
+    @property
+    def catalog(self) -> CatalogLike | None:
+        """The keeper of the index, which must read the journal before segments are removed."""
+
+    def parts(self) -> Sequence[Checkpointed]:
+        """Return all that has files."""
+
+    def write_back(self) -> None:
+        """Write to the columns what waits in memory, as far as that needs no lock of the episodes."""
+
+    def drain(self) -> None:
+        """Write to the columns the rows that only the journal has."""
+
+    def checkpoint_of(self, lsn: int) -> Checkpoint:
+        """Return what a checkpoint covers that is taken now."""
+
+    def log_length(self) -> int:
+        """Return how many bytes of episodes.log count."""
+
+    def write_totals(self) -> tuple[int, float]:
+        """Return how many rows were ever written, and the largest priority."""
+
+    def append_record(self, kind: Kind, *body: bytes) -> int:
+        """Append a record, in a new segment if need be, and return its LSN."""
+
+    def may_tidy(self) -> bool:
+        """Return whether files may be removed or replaced: no snapshot is being copied."""
+
+    def measure_space(self) -> None:
+        """Look at the free space of the disk."""
+
+
+class Pin:
+    """A record that no checkpoint may pass, because what it says is not applied to the columns yet.
 
     Args:
-        path: The store's folder.
-        manifest: What its expstore.json says.
-        disk: Where files are touched.
-        durable: Whether a publish record is on the disk before its rows can be read.
-        min_free: So many bytes of the disk are to stay free.
+        lsn: The number of the last record that a checkpoint may cover.
+        segment: The segment of the journal that has the pinned record, if the pin may be held for long;
+            then the segments before it may be removed meanwhile.
     """
 
-    _journal: Journal
-    _log: EpisodeLog
-    write_keys: KeyFile
-    _keeper: Keeper
-    _shared: SharedState
-    _pool: ThreadPoolExecutor
+    __slots__ = ("lsn", "segment")
 
-    def __init__(self, path: Path, manifest: Manifest, disk: Disk, *, durable: bool, min_free: int) -> None:
-        super().__init__(path, manifest, disk)
-        self.durable = durable
-        self._min_free = min_free
-        self._room_id = 0 if min_free else _ENDLESS  # up to this id there was space when last looked
-        self._sync_lock = self.lock_order.ranked("sync", threading.Lock())
-        self._cutting = self.lock_order.ranked("cut", threading.Lock())
-        self._journal_lock = self.lock_order.ranked("journal", threading.Lock())
-        self._failure: ExpStoreError | None = None
-        self._half: int | None = None  # the last record before a change whose bytes are not all written
-        self._half_in: File | None = None  # the segment of that change, if it may be the newest for long
-        self._unsure = False
-        self._synced = 0
-        self._marked: tuple[object, ...] = ()  # what the last mark said, if nothing came after it
+    def __init__(self, lsn: int, segment: File | None = None) -> None:
+        self.lsn, self.segment = lsn, segment
 
-    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
-        """Fix the fields, once, when the first rows come; on the disk when this returns."""
-        self.check_writable()
-        refuse_objects(schema)
-        if self._min_free and self.disk.free(self.path) < self._min_free:
-            raise self._too_full(1, schema.row_bytes + ROW_BYTES)
-        with self.poisoning():
-            super().prepare(schema, keys, dims)
 
-    def _note_specs(self, specs: str) -> None:
-        self._note_manifest(self.manifest.replace(specs=specs))
+class Checkpointer:
+    """Run checkpoints of one store.
 
-    def _note_manifest(self, manifest: Manifest) -> None:
-        with self.poisoning():
-            manifest.save(self.disk, self.path)
-        self.manifest = manifest
+    Invariants: a checkpoint record says LSN n only when columns, checksums, counts, priorities, logs and keys
+    on the disk hold all that the records up to n say. n never passes the lowest pin. A failed fsync is never
+    tried again (`Health`).
 
-    def note_meta(self, meta: dict[str, Any]) -> None:
-        """Keep other facts of the user's own; the lock is held."""
-        self._note_manifest(self.manifest.replace(meta=meta))
+    Threads: any may call `run`; one checkpoint runs at a time. Crashes: killed anywhere, the store has the
+    former checkpoint or this one.
 
-    def _append(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, in a new segment if this one is full. The episode lock is held."""
-        size = sum(map(len, body))
-        if not self._journal.fits(size):
-            with self.poisoning():
-                self._journal.start_segment(self._base(opening=False), room=size)
-            self._keeper.hurry()
-        return self._journal.append(kind, *body)
+    Args:
+        order: The lock order of the store.
+        health: What failures have left.
+        disk: Where files are touched.
+        pool: Threads that fsync.
+    """
 
-    def archive_left(self) -> None:
-        """Bring rows that have left to the archive, if there is one."""
+    def __init__(self, order: LockOrder, health: Health, disk: Disk, pool: ThreadPoolExecutor) -> None:
+        #: Held while a checkpoint runs, and by whoever must not meet one.
+        self.lock = order.ranked("sync", threading.Lock())
+        self._truncating = order.ranked("cut", threading.Lock())
+        self._journal_lock = order.ranked("journal", threading.Lock())
+        self._health, self._disk, self._pool = health, disk, pool
+        self._pins: list[Pin] = []
+        #: The newest row that a checkpoint covers.
+        self.covered = 0
+        self._last_said: tuple[object, ...] = ()  # what the newest record said, if no other came after it
 
-    # -- one act at a time -----------------------------------------------------------------------
+    # -- pins --------------------------------------------------------------------------------------
 
-    def _settle_record(self) -> None:
-        """Bring the journal to the disk up to the record just appended; the episode lock is held.
+    def pin(self, lsn: int, segment: File | None = None) -> Pin:
+        """Let no checkpoint cover records after `lsn` until the pin is released.
 
-        It stays held meanwhile, so that no mark covers a record of which memory does not know.
+        The caller holds the lock of the episodes, and appends the record to be pinned in the same block.
         """
-        files, folders = self._journal.unsettled()
-        self._sync_journal(files, folders)
-        self._journal.settle()
+        pin = Pin(lsn, segment)
+        self._pins.append(pin)
+        return pin
 
-    def _settle_rows(self, collect: Callable[[], tuple[Iterable[File], Iterable[Path]]]) -> None:
-        """Bring files and folders with new rows to the disk, before the record that publishes them."""
-        with self._sync_lock:  # of two threads that sync a file at once only one is told of a failure
-            with self.poisoning():
-                self.disk.sync_all(*collect(), self._pool)
+    def release(self, pin: Pin) -> None:
+        """Release a pin; one that is gone already is ignored."""
+        if pin in self._pins:
+            self._pins.remove(pin)
 
-    def _sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
-        """Sync segments, one thread at a time: only one would be told of a failure."""
-        with self._journal_lock, self.poisoning():
-            self.disk.sync_all(files, folders, None)
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a record is not applied to the columns yet."""
+        return bool(self._pins)
 
-    # -- sync ------------------------------------------------------------------------------------
+    def restart(self, journal_lsn: int, last: int, draws: DrawState) -> None:
+        """Begin anew after an opening, which has brought all to the disk."""
+        self._pins = []
+        self.covered = last
+        self._last_said = (journal_lsn, draws.number, draws.progress, draws.limits, False)
 
-    def sync(self) -> None:
-        """Bring everything that was published, and priorities and draws, to the disk.
+    # -- single acts ---------------------------------------------------------------------------------
+
+    def sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
+        """Sync segments of the journal, one thread at a time: only one would hear of a failure."""
+        with self._journal_lock, self._health.guarding():
+            self._disk.sync_all(files, folders, None)
+
+    def sync_record(self, journal: Journal) -> None:
+        """Sync the journal up to the record that was just appended.
+
+        The caller holds the lock of the episodes, so that no checkpoint covers a record that memory does not
+        know.
+        """
+        files, folders = journal.unsettled()
+        self.sync_journal(files, folders)
+        journal.settle()
+
+    def sync_rows(self, collect: Callable[[], tuple[Iterable[File], Iterable[Path]]]) -> None:
+        """Sync files and folders with new rows, before the record that publishes them."""
+        with self.lock:  # of two threads that sync a file at once only one hears of a failure
+            with self._health.guarding():
+                self._disk.sync_all(*collect(), self._pool)
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def run(self, store: Checkpointable, enough: Callable[[], bool] | None = None) -> None:
+        """Run a checkpoint.
+
+        Args:
+            store: Whose files are brought to the disk.
+            enough: Returns whether another thread has done it meanwhile; such a caller only waits for space
+                and leaves truncating the journal to the background thread.
 
         Raises:
-            StorageError: The disk failed; the store must be opened again.
+            StorageError: The disk failed; after a failed fsync the store must be opened again.
         """
-        self._sync(None)
-
-    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
-        """Continue with another draw, possibly an earlier one; on the disk when this returns."""
-        super().set_draws(draw, progress)
-        self.sync()
-
-    def _sync(self, enough: Callable[[], bool] | None) -> None:
-        with self._sync_lock:
-            if self._closed or (enough is not None and enough()):
+        with self.lock:
+            if store.closed or (enough is not None and enough()):
                 return
             started = time.monotonic()
-            with self.poisoning():
-                keep = self._sync_now()
-            counters = self.counters
+            with self._health.guarding():
+                keep = self._checkpoint(store)
+            counters = store.counters
             counters.syncs += 1
             counters.synced_at = time.monotonic()
             counters.sync_seconds = counters.synced_at - started
-            self._measure()
-        if keep is not None and enough is None:  # who only waits for room leaves it to the keeper
-            self._cut(keep)
+            store.measure_space()
+        if keep is not None and enough is None:
+            self._truncate(store, keep)
 
-    def _sync_now(self) -> File | None:
-        """Run a sync: columns, journal, mark, journal; return where to cut the journal."""
-        self.flush_priorities()
-        draws, sets = self.draws, self.draws.sets
+    def _checkpoint(self, store: Checkpointable) -> File | None:
+        """Sync columns and logs, then the journal; record that; return where to truncate the journal."""
+        store.write_back()
+        draws, sets = store.draws, store.draws.sets
         randomness = draws.note_randomness()
-        with self.episode_lock:
-            if self._unsure:
-                return None  # the journal may hold rows of which memory does not know
-            self.drain()
-            self._flush_logs()
-            journal = self._journal
-            half, half_in = self._half, self._half_in
+        with store.episode_lock:
+            if self._health.needs_recovery:
+                return None  # the journal may hold rows that memory does not know
+            store.drain()
+            parts = store.parts()
+            for part in parts:
+                part.flush()
+            journal, pins = store.journal, list(self._pins)
+            checkpoint = store.checkpoint_of(min([pin.lsn for pin in pins], default=journal.sequence))
+            write_count, max_priority = store.write_totals()
             mark = Mark(
-                sequence=journal.sequence if half is None else half,
-                last_id=self.last,
-                log_length=self._log.length,
+                sequence=checkpoint.lsn,
+                last_id=checkpoint.last,
+                log_length=store.log_length(),
                 draw=draws.number,
                 progress=draws.progress,
                 set_back=sets != draws.sets_kept,
                 randomness=randomness,
                 limits=draws.limits,
-                write_count=self.write_count,
-                max_priority=self.max_priority,
+                write_count=write_count,
+                max_priority=max_priority,
             )
-            files, folders = self._unsynced_columns()
-            files |= self._unsynced_logs()
-            segments = journal.sync_files()
-            rotated = journal.rotated
-        said = (mark.draw, mark.progress, mark.limits, False)
-        if not (files or folders or rotated) and self._marked == (mark.sequence, *said[:-1], mark.set_back):
+            dirty = [(part, part.begin(checkpoint)) for part in parts]
+            segments, rotated = journal.sync_files(), journal.rotated
+        files = {file for _, found in dirty for file in found.files}
+        folders = {folder for _, found in dirty for folder in found.folders}
+        said = (mark.draw, mark.progress, mark.limits)
+        if not (files or folders or rotated) and self._last_said == (mark.sequence, *said, mark.set_back):
             return None
         try:
-            self._sum_columns(mark.sequence)
-            self.disk.sync_all(files, folders, self._pool)
+            for part in parts:
+                part.prepare(checkpoint)
+            self._disk.sync_all(files, folders, self._pool)
         except BaseException:
-            self._put_back(files, folders)
+            with store.episode_lock:
+                for part, found in dirty:
+                    part.abort(found)
             raise
-        self._name_columns()
-        self._sync_journal(segments, [journal.folder] if rotated else [])
-        with self.episode_lock:
-            self._append(Kind.MARK, mark.pack())
-            sequence = journal.sequence
-            after = journal.sync_files()
-        # All of them: if the mark began a segment, the one before it must not lose its end.
-        self._sync_journal(after, [journal.folder] if len(after) > 1 else [])
-        self._note_marked()
-        self.write_keys.settle()
-        self._synced = mark.last_id
-        draws.sets_kept = sets
-        self._marked = (sequence, *said) if sequence == mark.sequence + 1 else ()
-        return segments[-1] if rotated and (half is None or half_in is segments[-1]) else None
+        for part in parts:
+            part.synced()
+        self.sync_journal(segments, [journal.folder] if rotated else [])
+        with store.episode_lock:
+            store.append_record(Kind.MARK, mark.pack())
+            lsn, after = journal.sequence, journal.sync_files()
+        # All of them: if the record began a segment, the one before it must not lose its end.
+        self.sync_journal(after, [journal.folder] if len(after) > 1 else [])
+        for part in parts:
+            part.completed(tidy=store.may_tidy())
+        self.covered, draws.sets_kept = mark.last_id, sets
+        self._last_said = (lsn, *said, False) if lsn == mark.sequence + 1 else ()
+        return segments[-1] if rotated and all(pin.segment is segments[-1] for pin in pins) else None
 
-    def _flush_logs(self) -> None:
-        """Write what waits for episodes.log, and new idempotency keys."""
-        self._log.flush()
-        self.write_keys.flush()
+    # -- the journal's length ----------------------------------------------------------------------------
 
-    def _unsynced_logs(self) -> set[File]:
-        """Return, once, which of both files has bytes that no mark covers."""
-        files = self.write_keys.unsynced
-        if self._log.dirty:
-            files.add(self._log.file)
-            self._log.dirty = False
-        return files
+    def _truncate(self, store: Checkpointable, keep: File) -> None:
+        """Remove the segments before `keep`: all that they say is on the disk, and in the index.
 
-    def _sync_for_good(self) -> None:
-        """Sync, and keep no long journal of what is on the disk then: nobody writes any more."""
-        with self.episode_lock:
-            if not self._unsure and self._journal.length > tuning.CLOSED_JOURNAL_BYTES:
-                with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
-                    self._journal.start_segment(self._base(opening=False))
-        self.sync()
-
-    def _give_back(self) -> None:
-        """Give back disk space that only somebody who goes on writing needs."""
-        self._journal.end()
-
-    def _cut(self, keep: File) -> None:
-        """Remove the journal's segments before `keep`: all they say is on the disk, and in the index.
-
-        The index is brought up to date without a lock, so that nobody who waits for a sync waits for it, too.
+        The index is brought up to date without a lock, so that nobody who waits for a checkpoint waits for
+        it, too.
         """
-        if not self._cutting.acquire(blocking=False):
-            return  # another thread is at it
+        if not self._truncating.acquire(blocking=False):
+            return  # another thread does it
         try:
-            self._cut_now(keep)
+            try:
+                if (catalog := store.catalog) is not None:
+                    catalog.keep_up()
+            except ExpStoreError as exc:
+                # The index is derived: one that has missed segments is built anew when it is next used.
+                _logger.warning("the index is behind: %s", exc)
+            with self.lock, self._health.guarding(), store.episode_lock:
+                if not store.closed and keep in store.journal.sync_files()[1:]:
+                    store.journal.cut(keep)
         finally:
-            self._cutting.release()
-
-    def _cut_now(self, keep: File) -> None:
-        try:
-            if (catalog := self.catalog) is not None:
-                catalog.keep_up()
-        except ExpStoreError as exc:
-            # The index is derived: one that has missed segments is built anew when it is next asked.
-            _logger.warning("the index is behind: %s", exc)
-        with self._sync_lock, self.poisoning(), self.episode_lock:
-            if not self._closed and keep in self._journal.sync_files()[1:]:
-                self._journal.cut(keep)
-
-    # -- space -----------------------------------------------------------------------------------
-
-    def _measure(self) -> None:
-        """Look at the free space, and note up to which id rows may be written without another look."""
-        if not self._min_free or self.schema is None:
-            return
-        spare = self.disk.free(self.path) - self._min_free
-        newest = self.last + max(0, spare) // (self.schema.row_bytes + ROW_BYTES)
-        # From then on rows take the places of older ones.
-        self._room_id = (
-            _ENDLESS if self.geometry.slots is not None and newest >= self.geometry.slots else newest
-        )
-
-    def check_space(self, count: int) -> None:
-        """Refuse rows that would leave the disk with less than `min_free_bytes`.
-
-        Raises:
-            StorageError: They would; nothing was written.
-        """
-        if self.last + count > self._room_id:
-            self._measure()
-            if self.last + count > self._room_id:
-                row_bytes = self.require_schema().row_bytes + ROW_BYTES
-                raise self._too_full(count, row_bytes)
-
-    def _too_full(self, count: int, row_bytes: int) -> StorageError:
-        error = StorageError(
-            f"{count} rows take {count * row_bytes} bytes on the disk of {self.path}, where "
-            f"{self.disk.free(self.path)} are free and {self._min_free} are to stay so (min_free_bytes)",
-            kind="disk_full",
-            hint="free space, or open the store with a smaller min_free_bytes",
-        )
-        error.errno = errno.ENOSPC
-        return error
-
-    # -- what a failure leaves -------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def poisoning(self) -> Iterator[None]:
-        """Refuse if a sync has failed before; note if one fails now.
-
-        Other failures leave everything as it was: whoever asks again finds the same to do.
-        """
-        if self._failure is not None:
-            raise self._refusal()
-        try:
-            yield
-        except StorageError as exc:
-            self.note_failure(exc)
-            raise
-
-    def note_failure(self, exc: BaseException | None) -> None:
-        """Be poisoned if this is a sync that failed: the page cache may call lost bytes clean now."""
-        if isinstance(exc, StorageError) and exc.lost and self._failure is None:
-            self._failure = exc
-
-    def _refusal(self) -> StateError:
-        return StateError(
-            f"{self.path} can no longer be written: {self._failure}",
-            kind="poisoned",
-            hint="close it and open it again",
-        )
-
-    def note_interruption(self) -> None:
-        """Note that memory may lag behind the journal, because of what is being raised."""
-        self.note_failure(sys.exception())
-        self._unsure = True
-
-    # -- what the columns and the journal's owner supply -------------------------------------------
-
-    @abstractmethod
-    def _base(self, *, opening: bool) -> dict[str, object]:
-        """Return what a base record keeps."""
-
-    @abstractmethod
-    def _unsynced_columns(self) -> tuple[set[File], set[Path]]:
-        """Return, once, what holds bytes that no mark covers; the episode lock is held."""
-
-    @abstractmethod
-    def _put_back(self, files: set[File], folders: set[Path]) -> None:
-        """Take back what `_unsynced_columns` returned: it was not synced."""
-
-    @abstractmethod
-    def _name_columns(self) -> None:
-        """Be told that what `_unsynced_columns` returned is on the disk."""
-
-    @abstractmethod
-    def _note_marked(self) -> None:
-        """Be told that the mark of this sync is."""
-
-    @abstractmethod
-    def _sum_columns(self, sequence: int) -> None:
-        """Write checksums of what `_unsynced_columns` returned; `sequence` is that of the mark to come."""
-
-    @abstractmethod
-    def flush_priorities(self) -> None:
-        """Write priorities that have changed, and rows that were kept back."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Write rows that were kept back to the columns."""
+            self._truncating.release()

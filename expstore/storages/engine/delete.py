@@ -24,6 +24,7 @@ from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.alter import ReshapableStorage
+from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.format.chunk_encoding import reach_for
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.paths import COLUMNS, SEGMENTS
@@ -57,10 +58,6 @@ class RetainingStorage(ReshapableStorage):
 
     checksums: Checksums | None
     sampled: SampledColumn | None
-    _due: set[int]
-
-    def _begin_retaining(self) -> None:
-        self._emptied: set[int] = set()  # blocks without a row, that the next sync need not read
 
     def note_policy(self, policy: Mapping[str, Any]) -> None:
         """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
@@ -134,22 +131,23 @@ class RetainingStorage(ReshapableStorage):
         """Give up rows of a store that grows, for good; see `give_up`."""
         with self.lock:
             self.check_writable()
-            if self.last > self._synced:
+            if self.last > self._checkpointer.covered:
                 self.sync()  # else a power cut could have these ids given again
-            dead, pages = self._part_with(going)
+            dead, pages, pin = self._part_with(going)
+            files: set[File] = set()
             try:
                 files = self._empty(dead, pages)
             finally:
-                self._note_emptied(pages)
-            with self.episode_lock:
-                self._touched |= files
+                self._note_emptied(pages, files)
+                self._checkpointer.release(pin)
             self._keeper.note()
 
-    def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps]:
+    def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
         """Have it on the disk that rows are gone, then in memory.
 
         Returns:
-            All rows that have left, and those about which bytes are to be given back.
+            All rows that have left, those around which bytes are to be given back, and what keeps
+            checkpoints from covering the record until that is done.
         """
         window = self._window
         gaps = window.gaps.joined(going)
@@ -162,18 +160,18 @@ class RetainingStorage(ReshapableStorage):
         pages = dead.common(going.widened(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
         try:
-            with self._sync_lock:  # a cut would close segments under this sync
+            with self._checkpointer.lock:  # truncating the journal would close segments under this sync
                 with self.episode_lock:
-                    # No mark covers it before the blocks are summed again.
-                    sequence = self._append(Kind.RETIRE, body)
-                    self._half = sequence - 1
-                    files, folders = self._journal.unsettled()
-                self._sync_journal(files, folders)
+                    # No checkpoint covers it before the blocks are summed again.
+                    pin = self._checkpointer.pin(self.journal.sequence)
+                    sequence = self.append_record(Kind.RETIRE, body)
+                    files, folders = self.journal.unsettled()
+                self._checkpointer.sync_journal(files, folders)
             # Before gaps are taken out that it covers: who finds neither would miss their rows.
             self._shared.retire(max(self.retired, through))
             manifest = self.manifest.replace(gaps=rest)
             if rest != window.gaps:  # after the record: an index that lacks it is built anew
-                with self.poisoning():
+                with self._health.guarding():
                     manifest.save(self.disk, self.path)
             self._shared.note_layout()  # followers look again; what they gather meanwhile is void
             with self.episode_lock:
@@ -187,9 +185,12 @@ class RetainingStorage(ReshapableStorage):
             self.note_interruption()
             raise
         self._shared.note_record(sequence)
-        return dead, pages
+        return dead, pages, pin
 
-    def _note_emptied(self, pages: Gaps) -> None:
+    def _note_emptied(self, pages: Gaps, files: set[File]) -> None:
+        """Have the next checkpoint sync files, and sum the blocks or give them up."""
+        if self.columns is None or self.checksums is None:
+            return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
         gaps, low = self._window.gaps, self._window.low
         last = self._window.last
@@ -200,15 +201,8 @@ class RetainingStorage(ReshapableStorage):
             and not _live(gaps, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
         }
         with self.episode_lock:
-            self._changed |= blocks
-            self._emptied |= empty
-            self._half = None
-
-    def _take_emptied(self) -> set[int]:
-        """Return those of the blocks that a sync sums in which there are no rows any more."""
-        with self.episode_lock:
-            found, self._emptied = self._emptied & self._due, self._emptied - self._due
-        return found
+            self.columns.touched |= files
+            self.checksums.note_changed(blocks, emptied=empty)
 
     # -- space -----------------------------------------------------------------------------------
 
@@ -229,6 +223,10 @@ class RetainingStorage(ReshapableStorage):
                 column.thin(dead, near, lent)
             elif place not in group.segment_places and not column.blank:
                 files |= _punch(column, pages)
+        if group.segments is not None:
+            with self._checkpointer.lock:  # a checkpoint may merge them
+                group.segments.note_left(*self._left())
+                group.segments.give_up()
         return files
 
 

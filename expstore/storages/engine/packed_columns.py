@@ -13,7 +13,6 @@ from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray, Ranking, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import Schema
-from expstore.storages.columns.column_set_writer import Unnamed
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.engine.replace import DisplacingStorage
@@ -30,9 +29,6 @@ class PackableStorage(DisplacingStorage):
 
     Threads, processes and crashes as `ZarrStorage`.
     """
-
-    def _begin_packed(self) -> None:
-        self._unnamed: Unnamed = []  # shards that the sync under way lets have their names
 
     @property
     def layout(self) -> ColumnLayout:
@@ -107,25 +103,6 @@ class PackableStorage(DisplacingStorage):
             [] if group is None else [(column, group.packed_size(column)[0]) for _, column in group.packed]
         )
         return super().more_stats() | {"packed": {key_name(column.entry.key): n for column, n in packed}}
-
-    def _name_columns(self) -> None:
-        finished, self._unnamed = self._unnamed, []
-        if self.columns is not None:
-            self.columns.name(finished)
-
-    def _note_marked(self) -> None:
-        if self.columns is not None:
-            self.columns.note_marked()
-
-    def _give_back(self) -> None:
-        super()._give_back()
-        for _, column in () if self.columns is None else self.columns.packed:
-            column.give_back()
-
-    def _put_back_unnamed(self) -> None:
-        for column, fillings in self._unnamed:
-            column.put_back(fillings)
-        self._unnamed = []
 
 
 def _in_place(columns: Sequence[PackedColumn], what: str) -> SchemaError:

@@ -19,6 +19,7 @@ from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.overlay import Overlay
+from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.format import records
 from expstore.storages.format.journal import Kind
@@ -34,12 +35,11 @@ class Waiting:
     Args:
         slots: How many slots there are.
         places: Which columns the rows have.
-        before: Sequence of the last record before the first of theirs.
-        segment: Where that one stands.
+        pin: Keeps checkpoints from covering their records.
     """
 
-    def __init__(self, slots: int, places: Sequence[int], before: int, segment: File) -> None:
-        self.before, self.segment = before, segment
+    def __init__(self, slots: int, places: Sequence[int], pin: Pin) -> None:
+        self.pin = pin
         self.places = list(places)
         self.count = self.bytes = 0
         self._at = np.full(slots, -1, np.int32)
@@ -85,8 +85,6 @@ class DisplacingStorage(JournaledStorage):
 
     columns: WritableColumns | None
     _priority_lock: threading.Lock
-    _touched: set[File]
-    _changed: set[int]  # blocks that the next sync has summed beside those of newer rows
     _half_written: Overlay | None = None  # rows of a change that failed after it was recorded
     _waiting: Waiting | None = None  # rows that the columns are to get
     _settling: Waiting | None = None  # rows that they are getting
@@ -103,12 +101,12 @@ class DisplacingStorage(JournaledStorage):
             or 2 * size > min(tuning.REPLACED_ROWS_BYTES, tuning.REPLACE_RECORD_BYTES)
         ):
             self.settle_changes()
-            super()._change(ids, places, columns, replaces=replaces)
+            self._change_in_place(ids, places, columns, replaces=replaces)
             return
         if self.hold.first:
             self._wait_for_copy(None)
         waiting = self._waiting
-        if self.last > self._synced or (
+        if self.last > self._checkpointer.covered or (
             waiting is not None and waiting.bytes + size > tuning.REPLACED_ROWS_BYTES
         ):
             self.sync()  # a power cut must not bring a row in the place of one that it takes away
@@ -121,21 +119,35 @@ class DisplacingStorage(JournaledStorage):
             raise
         self._keeper.note()
 
+    def _change_in_place(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        """Record new values of rows, then write them to the columns."""
+        if self.hold.first:
+            self._wait_for_copy(None)
+        try:
+            pin = self._record_change(ids, places, columns, replaces=replaces)
+            slots = self.geometry.slot_of(ids)
+            with self.changing(slots):
+                self._overwrite(slots, places, columns)
+            self._checkpointer.release(pin)
+        except BaseException:
+            self.note_interruption()
+            raise
+
     def _wait(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         """Record rows, and have them wait."""
         body, slots = records.Redo(ids, list(places), columns, True).pack(), self.geometry.slot_of(ids)
         with self.episode_lock:  # no mark comes between the record and the rows
-            sequence = self._append(Kind.REDO, body)
+            sequence = self.append_record(Kind.REDO, body)
             if self.durable:
-                self._settle_record()
+                self._checkpointer.sync_record(self.journal)
             waiting = self._waiting
             if waiting is None:
-                segment = self._journal.sync_files()[-1]
-                waiting = Waiting(self.geometry.slots or 0, places, sequence - 1, segment)
+                pin = self._checkpointer.pin(sequence - 1, self.journal.sync_files()[-1])
+                waiting = Waiting(self.geometry.slots or 0, places, pin)
             waiting.add(slots, columns)
             self._waiting = waiting
-            if self._half is None:
-                self._half, self._half_in = waiting.before, waiting.segment
         with self._priority_lock:
             self.priorities[slots] = columns[0]
         self._note_priorities(slots)
@@ -155,10 +167,14 @@ class DisplacingStorage(JournaledStorage):
             self._half_written = left
             raise
         with self.episode_lock:
-            self._touched |= touched
-            self._changed.update((slots // BLOCK_ROWS).tolist())
-            self._half = None
+            self._note_touched(touched, slots)
         self._keeper.note()
+
+    def _note_touched(self, files: set[File], slots: IntArray) -> None:
+        """Have the next checkpoint bring files to the disk, and sum the blocks of slots."""
+        if self.columns is not None and self.checksums is not None:
+            self.columns.touched |= files
+            self.checksums.note_changed((slots // BLOCK_ROWS).tolist())
 
     def _write_rows(
         self, group: WritableColumns, slots: IntArray, places: Sequence[int], columns: Sequence[Array]
@@ -180,37 +196,36 @@ class DisplacingStorage(JournaledStorage):
         if self._waiting is not None or self._settling is not None:
             self.sync()
 
-    def _sync_now(self) -> File | None:
+    def write_back(self) -> None:
+        """Write to the columns what waits in memory: replaced rows, counts, priorities."""
         if self._waiting is not None or self._settling is not None:
             self._settle_waiting()
-        return super()._sync_now()
+        super().write_back()
 
     def _settle_waiting(self) -> None:
         """Bring the journal to the disk, then the rows that wait to the columns; the sync's lock is held."""
         with self.episode_lock:
             group = self.columns
-            if self._unsure or group is None or not self._lock_file.held:
+            if self._health.needs_recovery or group is None or not self._lock_file.held:
                 return
             if self._settling is None:  # else a failure has left it
                 self._settling, self._waiting = self._waiting, None
             settling = self._settling
             if settling is None:
                 return
-            segments, rotated = self._journal.sync_files(), self._journal.rotated
-        self._sync_journal(segments, [self._journal.folder] if rotated else [])
+            segments, rotated = self.journal.sync_files(), self.journal.rotated
+        self._checkpointer.sync_journal(segments, [self.journal.folder] if rotated else [])
         slots, columns = settling.columns()
-        self._note_change(slots)
+        self._shared.begin_change(slots)
         # The first column is that of priorities, which may have been set since.
         with self._priority_lock:
             touched = set(group.columns[settling.places[0]].write_rows(slots, self.priorities[slots]))
         touched |= self._write_rows(group, slots, settling.places[1:], columns[1:])
-        self._note_changed()
+        self._shared.end_change()
         with self.episode_lock:
-            self._touched |= touched
-            self._changed.update((slots // BLOCK_ROWS).tolist())
-            self._settling, later = None, self._waiting
-            self._half = None if later is None else later.before
-            self._half_in = None if later is None else later.segment
+            self._note_touched(touched, slots)
+            self._settling = None
+            self._checkpointer.release(settling.pin)
 
     # -- out -------------------------------------------------------------------------------------
 

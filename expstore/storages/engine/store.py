@@ -20,22 +20,30 @@ from typing import Any
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
+from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
+from expstore.disk.checkpointed import Checkpoint, Checkpointed
 from expstore.disk.files import Disk, File
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
-from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.base import Rows, now_us
+from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
+from expstore.schema.schema import Schema
+from expstore.storages.base import Keys, Rows, now_us
+from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.background_checkpoints import Keeper
+from expstore.storages.engine.checkpointer import Checkpointer, Pin
+from expstore.storages.engine.disk_space import DiskSpace
+from expstore.storages.engine.health import Health
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.process_exit import register, unregister
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.engine.take_over import take_over
-from expstore.storages.engine.write_keys import KeyKeepingStorage
+from expstore.storages.folder import FolderStorage, refuse_objects
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import (
     SYNC_SEGMENT_BYTES,
@@ -50,6 +58,7 @@ from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE, index_path
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, shelve_body
+from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.recovery.recover import Past, describe_past, lost_records, read_past
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.capture import base_of
@@ -61,7 +70,7 @@ __all__ = ["JournaledStorage"]
 _logger = logging.getLogger("expstore")
 
 
-class JournaledStorage(KeyKeepingStorage, VersionedStorage):
+class JournaledStorage(FolderStorage, VersionedStorage):
     """Publish rows in a journal.
 
     Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
@@ -82,6 +91,10 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     """
 
     columns: WritableColumns | None
+    checksums: Checksums | None
+    sampled: SampledColumn | None
+    write_keys: KeyFile
+    _log: EpisodeLog
 
     def __init__(
         self,
@@ -106,13 +119,17 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
         )
         self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
-        super().__init__(path, manifest, disk, durable=durable, min_free=settings.min_free_bytes)
+        super().__init__(path, manifest, disk)
+        self.durable = durable
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
+        self._health = Health(path)
+        self._space = DiskSpace(disk, path, settings.min_free_bytes)
+        self._checkpointer = Checkpointer(self.lock_order, self._health, disk, self._pool)
         self.index_path = index_path(self.path)
         self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
         self._payload = b""
         self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
         try:
             self._shared = SharedState(self.disk, self.path, self._lock_file)
             self.draws = DrawState(order=self.lock_order, sink=self._shared)
@@ -134,7 +151,6 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     def _open(self, *, first: bool) -> None:
         """Take over the last whole state, then start a journal segment of a new generation."""
         first = self._finish_load() or first
-        self._half = self._half_in = None
         manifest = self.manifest
         past = self._read_past()
         if past is not None and not past.clean:
@@ -168,7 +184,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self.counters.recovered = describe_past(past, episodes) if past else None
         self._settle(past)
         self.manifest.save(self.disk, self.path)
-        self._journal = Journal(
+        self.journal = Journal(
             self.disk,
             self.path / JOURNAL,
             uuid=manifest.uuid,
@@ -176,16 +192,14 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             sequence=sequence,
             segment_bytes=self._segment_bytes,
         )
-        self._journal.start_segment(self._base(opening=True))
-        self.disk.sync_all(self._journal.sync_files(), [], None)
-        self.disk.sync_dir(self._journal.folder)
-        self._journal.cut()
-        self._claim_state(self._journal.sequence)
+        self.journal.start_segment(self._base(opening=True))
+        self.disk.sync_all(self.journal.sync_files(), [], None)
+        self.disk.sync_dir(self.journal.folder)
+        self.journal.cut()
+        self._claim_state(self.journal.sequence)
         self.upheavals += 1
         self.takeovers += 1
-        draws = self.draws
-        self._marked = (self._journal.sequence, draws.number, draws.progress, draws.limits, False)
-        self._synced = self.last
+        self._checkpointer.restart(self.journal.sequence, self.last, self.draws)
 
     @contextlib.contextmanager
     def _saying_what_it_needs(self) -> Iterator[None]:
@@ -260,15 +274,35 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     def _settle(self, past: Past | None) -> None:
         """Bring what recovery accepted to the disk, before a new base says that it is there."""
-        self._flush_logs()
+        self._log.flush()
+        self.write_keys.flush()
         if past is None or (past.clean and not self._log.dirty and not self.write_keys.unsynced):
             return
-        self._settle_files(*self._settle_columns(past))
+        files, folders = self._settle_columns(past)
+        files |= {self._log.file, *self.write_keys.unsynced}
+        self.disk.sync_all(files, sorted({self.path, *folders}), self._pool)
+        self.write_keys.completed(tidy=True)
 
     def _base(self, *, opening: bool) -> dict[str, object]:
         """Return what a base record keeps."""
         own = {"opening": opening, "generation": self.manifest.generation, "log_length": self._log.length}
-        return base_of(self) | own | self._base_of_keys()
+        return base_of(self) | own | {"write_keys": self.write_keys.number}  # by which a lost file is noticed
+
+    def _open_keys(self, past: Past | None) -> None:
+        """Take over the keys of rows that are there: from the file what a mark covers, or their records."""
+        covered = 0 if past is None else min(past.synced, past.last)
+        keys = KeyFile(
+            self.disk,
+            self.path / KEYS,
+            expected=self.manifest.keyed,
+            covered=covered,
+            known=past.base.get("write_keys", 0) if past else 0,
+            now=now_us(),
+        )
+        for publish in past.publishes if past else []:
+            if publish.key is not None and publish.last_id > covered:
+                keys.note(publish.key, publish.first_id, publish.count, publish.time)
+        self.write_keys = keys
 
     def _claim_state(self, sequence: int) -> None:
         """Start the control page anew, when all that an opening does is done."""
@@ -297,6 +331,50 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     # -- extend ----------------------------------------------------------------------------------
 
+    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
+        """Fix the fields, once, when the first rows come; on the disk when this returns."""
+        self.check_writable()
+        refuse_objects(schema)
+        self._space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
+        with self._health.guarding():
+            super().prepare(schema, keys, dims)
+
+    def append_record(self, kind: Kind, *body: bytes) -> int:
+        """Append a record, in a new segment if this one is full; return its LSN.
+
+        The lock of the episodes is held.
+        """
+        size = sum(map(len, body))
+        if not self.journal.fits(size):
+            with self._health.guarding():
+                self.journal.start_segment(self._base(opening=False), room=size)
+            self._keeper.hurry()
+        return self.journal.append(kind, *body)
+
+    def check_space(self, count: int) -> None:
+        """Refuse rows that would leave the disk with less than `min_free_bytes`.
+
+        Raises:
+            StorageError: They would; nothing was written.
+        """
+        self._space.check(self.last, count, self.require_schema().row_bytes + ROW_BYTES, self.geometry)
+
+    def _expect_key(self, rows: Rows) -> None:
+        """Have room for the key of rows in the file of keys."""
+        if rows.key is None:
+            return
+        if not self.manifest.keyed:
+            self._note_manifest(self.manifest.replace(keyed=True))  # from now on a lost file is damage
+        keys = self.write_keys
+        if 2 * keys.room < keys.spare:
+            self._keeper.hurry()
+        if not keys.room:
+            self._checkpointer.run(self, lambda: self.write_keys.room > 0)
+
+    def _has_spare(self, count: int) -> bool:
+        """Return whether so many rows fit into the spare slots beside the rows that no checkpoint covers."""
+        return self.last + count - self._checkpointer.covered <= self.geometry.spare
+
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
         self.check_space(count)
@@ -307,12 +385,12 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
                 if through > self._window.low:
                     self.retire(through)
             return
-        free = self.geometry.spare - (self.last - self._synced)
+        free = self.geometry.spare - (self.last - self._checkpointer.covered)
         if 2 * (free - count) < self.geometry.spare:
             self._keeper.hurry()
         if count > free:
             started = time.monotonic()
-            self._sync(lambda: self.last + count - self._synced <= self.geometry.spare)
+            self._checkpointer.run(self, lambda: self._has_spare(count))
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
 
@@ -337,9 +415,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
         body = publish.parts()
         with self.episode_lock:
             try:
-                sequence = self._append(Kind.PUBLISH, *body)
+                sequence = self.append_record(Kind.PUBLISH, *body)
                 if self.durable:
-                    self._settle_record()
+                    self._checkpointer.sync_record(self.journal)
                 entries = self.episodes.commit(
                     assignment.segments,
                     assignment.sources,
@@ -361,9 +439,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             self.sync()  # it has cost rows that were on the disk
 
     def _annotate(self, entry: LogEntry) -> None:
-        sequence = self._append(Kind.ANNOTATE, entry.pack())
+        sequence = self.append_record(Kind.ANNOTATE, entry.pack())
         if self.durable:
-            self._settle_record()
+            self._checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.annotate(entry, sequence))
         self.content = (self.manifest.generation, sequence)
         self._shared.note_record(sequence)
@@ -371,9 +449,9 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     def _record_episodes(self, change: End | Resume) -> None:
         kind = Kind.END if isinstance(change, End) else Kind.RESUME
-        sequence = self._append(kind, change.pack())
+        sequence = self.append_record(kind, change.pack())
         if self.durable:
-            self._settle_record()
+            self._checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.apply(change, sequence))
         self.content = (self.manifest.generation, sequence)
         self._shared.note_record(sequence)
@@ -383,22 +461,25 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
     def _record_change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
-    ) -> None:
-        if self.last > self._synced:
+    ) -> Pin:
+        """Append an update record and sync it, before the columns are changed; pin it until they are."""
+        if self.last > self._checkpointer.covered:
             self.sync()  # else a power cut could bring the change without the row it changes
         redo = Redo(ids, list(places), columns, replaces)
-        number = self._journal.sequence + 1
+        number = self.journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
-        with self._sync_lock:  # a cut would close segments under this sync
+        with self._checkpointer.lock:  # truncating the journal would close segments under this sync
             with self.episode_lock:
-                self._half = self._append(Kind.REDO, body) - 1
-                files, folders = self._journal.unsettled()
-            self._sync_journal(files, folders)
+                pin = self._checkpointer.pin(self.journal.sequence)
+                self.append_record(Kind.REDO, body)
+                files, folders = self.journal.unsettled()
+            self._checkpointer.sync_journal(files, folders)
+        return pin
 
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
         with self.episode_lock:
-            sequence = self._append(Kind.RETIRE, b'{"through": %d}' % through)
+            sequence = self.append_record(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
             self.content = (self.manifest.generation, sequence)
         self._shared.retire(self.retired)
@@ -407,7 +488,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     def _forget(self, last: int) -> None:
         self.sync()
         with self.episode_lock:
-            sequence = self._append(Kind.DELETE, b'{"last": %d}' % last)
+            sequence = self.append_record(Kind.DELETE, b'{"last": %d}' % last)
             self._log.append(self.episodes.end_episodes(sequence))
             super()._forget(last)
             self.content = (self.manifest.generation, sequence)
@@ -417,7 +498,88 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     def _note_ranking(self, ranking: Ranking | None) -> None:
         self._note_manifest(self.manifest.replace(ranking=ranking))
 
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Bring everything that was published, and priorities and draws, to the disk.
+
+        Raises:
+            StorageError: The disk failed; after a failed fsync the store must be opened again.
+        """
+        self._checkpointer.run(self)
+
+    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
+        """Continue with another draw, possibly an earlier one; on the disk when this returns."""
+        super().set_draws(draw, progress)
+        self.sync()
+
+    def parts(self) -> list[Checkpointed]:
+        """Return all that a checkpoint brings to the disk."""
+        parts = [part for part in (self.columns, self.checksums, self.sampled) if part is not None]
+        return [*parts, self._log, self.write_keys]
+
+    def write_back(self) -> None:
+        """Write to the columns what waits in memory: replaced rows, counts, priorities."""
+        self.flush_priorities()
+
+    def checkpoint_of(self, lsn: int) -> Checkpoint:
+        """Return what a checkpoint covers that is taken now."""
+        slots = self.geometry.slots
+        newer = min(self.last - max(self._checkpointer.covered, self.retired), slots or self.last)
+        runs = self.geometry.runs(self.last - newer + 1, newer) if newer > 0 else []
+        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._left())
+
+    def _left(self) -> tuple[int, Gaps]:
+        """Return which rows have left for good: all up to an id, and some above it."""
+        if self.geometry.slots is None:
+            return self._window.low, self._window.gaps
+        return max(self.retired, self.last - self.geometry.slots), NO_GAPS
+
+    def log_length(self) -> int:
+        """Return how many bytes of episodes.log count."""
+        return self._log.length
+
+    def write_totals(self) -> tuple[int, float]:
+        """Return how many rows were ever written, and the largest priority."""
+        return self.write_count, self.max_priority
+
+    def may_tidy(self) -> bool:
+        """Return whether files may be removed or replaced: no snapshot is being copied."""
+        return not self.hold.first
+
+    def measure_space(self) -> None:
+        """Look at the free space of the disk."""
+        if self.schema is not None:
+            self._space.measure(self.last, self.schema.row_bytes + ROW_BYTES, self.geometry)
+
+    def _checkpoint_for_good(self) -> None:
+        """Run a checkpoint, and keep no long journal of what is on the disk then: the writer leaves."""
+        with self.episode_lock:
+            if not self._health.needs_recovery and self.journal.length > tuning.CLOSED_JOURNAL_BYTES:
+                with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
+                    self.journal.start_segment(self._base(opening=False))
+        self.sync()
+
+    def note_interruption(self) -> None:
+        """Note that memory may lag behind the journal, because of the exception that is being raised."""
+        self._health.note_interruption()
+
     # -- facts -----------------------------------------------------------------------------------
+
+    def _note_specs(self, specs: str) -> None:
+        self._note_manifest(self.manifest.replace(specs=specs))
+
+    def _note_manifest(self, manifest: Manifest) -> None:
+        with self._health.guarding():
+            manifest.save(self.disk, self.path)
+        self.manifest = manifest
+
+    def note_meta(self, meta: dict[str, Any]) -> None:
+        """Keep other facts of the user's own; the lock is held."""
+        self._note_manifest(self.manifest.replace(meta=meta))
+
+    def archive_left(self) -> None:
+        """Bring rows that have left to the archive, if there is one."""
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return every entry of episodes.log in order."""
@@ -433,8 +595,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     @property
     def can_write(self) -> bool:
         """Whether the storage is open for writing and sound."""
-        sound = self._failure is None and not self._unsure
-        return not self._closed and self._lock_file.held and sound
+        return not self._closed and self._lock_file.held and self._health.is_sound
 
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, what waits for the disk, and how that is."""
@@ -443,12 +604,12 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             "path": str(self.path),
             "durability": "sync" if self.durable else "process",
             "generation": self.manifest.generation,
-            "unsynced_rows": self.last - self._synced,
+            "unsynced_rows": self.last - self._checkpointer.covered,
             "fsyncs": self.disk.syncs,
             "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
             "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
             "free_bytes": self.disk.free(self.path),
-            "poisoned": None if self._failure is None else str(self._failure),
+            "poisoned": None if self._health.failure is None else str(self._health.failure),
             "recovered": self.counters.recovered,
         }
 
@@ -462,29 +623,26 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
                 f"{self.path} was opened by another process, of which this one is a fork",
                 hint="open the store in the process that writes to it",
             )
-        if self._failure is not None:
-            raise self._refusal()
-        if self._unsure:
+        self._health.check()
+        if self._health.needs_recovery:
             # Who counts what they hand out must not go on with the counts that were open.
-            with self.lock, self._sync_lock, self.sampled_lock:
-                if self._unsure:
+            with self.lock, self._checkpointer.lock, self.sampled_lock:
+                if self._health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
                     with self.changing():
                         self._open_anew(first=False)
-                    self._unsure = False
+                    self._health.needs_recovery = False
 
     def _open_anew(self, *, first: bool) -> None:
         """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
         former = vars(self).copy()
         try:
-            with self.poisoning():
+            with self._health.guarding():
                 self._open(first=first)
         except BaseException:
-            failure = self._failure
             _close(vars(self), but=former)
             vars(self).update(former)
-            self._failure = failure
             raise
         if not first:
             self.max_priority = former["max_priority"]  # the journal may not have it yet
@@ -500,11 +658,13 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
             try:
                 if self.can_write:
                     end_sessions(self, [self.episodes.session])
-                    self._sync_for_good()
+                    self._checkpoint_for_good()
                     with self.episode_lock:
-                        sequence = self._append(Kind.CLOSE, b"{}")
-                        self._give_back()
-                    self._sync_journal(self._journal.sync_files(), [])
+                        sequence = self.append_record(Kind.CLOSE, b"{}")
+                        self.journal.end()
+                        if self.columns is not None:
+                            self.columns.give_back()
+                    self._checkpointer.sync_journal(self.journal.sync_files(), [])
                     closed = sequence
             finally:
                 self._closed = True
@@ -562,6 +722,10 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
     # -- what the columns supply -----------------------------------------------------------------
 
     @abstractmethod
+    def flush_priorities(self) -> None:
+        """Write priorities that have changed, and rows that were kept back."""
+
+    @abstractmethod
     def _take_content(self, content: ContentLike) -> None:
         """Put a content in the place of what there is."""
 
@@ -583,7 +747,7 @@ class JournaledStorage(KeyKeepingStorage, VersionedStorage):
 
 
 #: What a storage has open, under these names.
-_PARTS = ("_journal", "_log", "write_keys", "columns", "checksums", "sampled", "_shared")
+_PARTS = ("journal", "_log", "write_keys", "columns", "checksums", "sampled", "_shared")
 
 
 def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:

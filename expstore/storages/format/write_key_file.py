@@ -19,6 +19,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.idempotency import ENTRY, KEPT_US, WriteKeys
 from expstore.core.values import Array
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 
 __all__ = ["HEADER_BYTES", "KEYS", "KeyFile", "KeysFound", "count_keys", "read_keys"]
@@ -110,7 +111,7 @@ def _read(data: bytes | None, slots: int, kept: int, covered: int, known: int) -
     return KeysFound(entries[chosen[np.argsort(numbers[chosen])]], number, stale, "")
 
 
-class KeyFile(WriteKeys):
+class KeyFile(WriteKeys, Checkpointed):
     """Keep keys in a file, too: those of rows that a mark covers.
 
     Threads: as `WriteKeys`; one at a time syncs. Crashes: `flush` writes what is newer than the last
@@ -196,8 +197,12 @@ class KeyFile(WriteKeys):
             number += count
         self._written = self.number
 
-    def settle(self) -> None:
-        """Be told that what `flush` wrote is on the disk, and a mark that covers it."""
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return the file if it has bytes that no checkpoint covers."""
+        return Dirty(self.unsynced)
+
+    def completed(self, *, tidy: bool) -> None:
+        """Note that a checkpoint covers what `flush` wrote, after the fsync of its record."""
         self._safe, self._stale = self._written, []
 
     def close(self) -> None:

@@ -471,7 +471,8 @@ def _build_columns(
             sums.update(blocks, generation=stamp[0], sequence=stamp[1])
         finally:
             sums.close()
-        group.name(group.take_packed()[1])  # all is synced below, before anybody finds these names
+        group.begin_opening()
+        group.synced()  # all is synced below, before anybody finds the names of the shards
         written = [file.path for column in group.columns for file in column.files]
         written += [path for _, column in group.packed for path in column.paths()]
         if group.segments is not None:

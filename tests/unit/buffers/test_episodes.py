@@ -415,7 +415,7 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
             raise expstore.StorageError("the disk refuses")
 
         with monkeypatch.context() as patch:
-            patch.setattr(rb.storage._journal, "append", refuse)
+            patch.setattr(rb.storage.journal, "append", refuse)
             with pytest.raises(expstore.StorageError, match="the disk refuses"):
                 rb.annotate(1, b=2)
         assert infos(rb) == {1: {"a": 1}}

@@ -622,7 +622,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
             patch.setattr(EpisodeTable, "commit", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 put(storage, count)
-        storage._sync(None)  # as the background thread does meanwhile
+        storage.sync()  # as the background thread does meanwhile
         assert storage.last == expected
         expected += count
         storage.check_writable()
@@ -658,7 +658,7 @@ def test_no_mark_covers_what_an_interruption_left_behind(
         patch.setattr(EpisodeTable, "commit", interrupt)
         with pytest.raises(KeyboardInterrupt):
             put(storage, 30)
-    storage._sync(None)
+    storage.sync()
     records = read_journal(Disk(), tmp_path / "run.exp" / "journal")
     published = [record.sequence for record in records if record.kind is Kind.PUBLISH]
     marks = [Mark.unpack(record.body).sequence for record in records if record.kind is Kind.MARK]
@@ -708,7 +708,7 @@ def test_no_mark_covers_a_change_whose_bytes_are_not_written(tmp_path: Path) -> 
     def trap(act: str, path: Path) -> None:
         if act == "write" and "columns" in str(path) and "_row" not in str(path):
             disk.trap = calm
-            syncing.append(threading.Thread(target=lambda: storage._sync(None)))
+            syncing.append(threading.Thread(target=lambda: storage.sync()))
             syncing[0].start()
             syncing[0].join(0.5)  # it may have to wait for the change to end
             raise StorageError("stopped in the middle")
@@ -933,7 +933,7 @@ def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
     index = SlowIndex()
     storage.use_catalog(index)  # type: ignore[arg-type]
     put(storage, 10)
-    journal = storage._journal
+    journal = storage.journal
     with storage.episode_lock:
         journal.start_segment(storage._base(opening=False))
     cutting = threading.Thread(target=storage.sync)

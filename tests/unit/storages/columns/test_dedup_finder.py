@@ -103,11 +103,12 @@ class Life(MortalLife):
         self.last += count
 
     def sync(self) -> None:
-        last, (_, finished) = self.last, self.columns.take_packed()
-        self.columns.name(finished)
+        last = self.last
+        self.columns.begin_opening()
+        self.columns.synced()
         self.disk.gate("mark", self.folder)
         self.synced = last
-        self.columns.note_marked()
+        self.columns.completed(tidy=False)
 
     def end(self) -> None:
         self.columns.close()

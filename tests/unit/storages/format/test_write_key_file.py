@@ -47,7 +47,7 @@ def brought(keys: KeyFile) -> KeyFile:
     keys.flush()
     for file in keys.unsynced:
         file.sync()
-    keys.settle()
+    keys.completed(tidy=True)
     return keys
 
 
@@ -87,7 +87,7 @@ def test_more_keys_than_are_spare_must_wait(path: Path) -> None:
     keys.flush()
     assert keys.room == 0
     assert keys.unsynced
-    keys.settle()
+    keys.completed(tidy=True)
     assert keys.room == 3
     assert not keys.waiting
     assert not keys.unsynced

@@ -1,0 +1,80 @@
+"""What a checkpoint asks of everything that has files: one protocol, in the order in which it is called.
+
+Used by the checkpointer of a store, and implemented by columns, checksums, sample counts, logs and keys.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.disk.files import File
+
+__all__ = ["Checkpoint", "Checkpointed", "Dirty"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint is about to cover.
+
+    Args:
+        lsn: The number of the last record that it covers.
+        generation: The epoch of the writer.
+        last: The newest row.
+        runs: Slots of the rows that no earlier checkpoint covers: (first slot, offset, rows).
+        low: All rows up to this id have left the store.
+        gaps: Rows above `low` that have left.
+    """
+
+    lsn: int
+    generation: int
+    last: int
+    runs: Sequence[tuple[int, int, int]] = ()
+    low: int = 0
+    gaps: Gaps = NO_GAPS
+
+
+@dataclass(frozen=True, slots=True)
+class Dirty:
+    """Files with bytes, and folders with names, that no checkpoint covers."""
+
+    files: set[File] = field(default_factory=set)
+    folders: set[Path] = field(default_factory=set)
+
+
+class Checkpointed(ABC):
+    """A part of a store that a checkpoint brings to the disk.
+
+    The checkpointer calls `flush`, `begin`, `prepare`, syncs what `begin` returned, and calls `synced`; then
+    it appends the checkpoint record, syncs the journal, and calls `completed`. If anything fails before
+    `synced`, it calls `abort` instead, and the next checkpoint finds the same to do.
+
+    Threads: one checkpoint runs at a time. `flush`, `begin` and `abort` are called with the lock of the
+    episodes held, so that no record is appended meanwhile; the others are not.
+    """
+
+    def flush(self) -> None:
+        """Write to the files what is in memory only."""
+
+    @abstractmethod
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return, once, what no checkpoint covers."""
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Write what describes the bytes that are about to be synced, into files that `begin` returned."""
+
+    def synced(self) -> None:
+        """Follow the fsync of what `begin` returned."""
+
+    def completed(self, *, tidy: bool) -> None:
+        """Follow the fsync of the checkpoint record.
+
+        Args:
+            tidy: Whether files may be removed or replaced: no snapshot is being copied.
+        """
+
+    def abort(self, dirty: Dirty) -> None:
+        """Take back what `begin` returned: it was not synced."""
