@@ -185,7 +185,8 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     rb.extend(rows(20, 20))
     with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
         rb.sql("SELECT 1")
-    rb.storage._checkpointer._truncate(rb.storage, rb.storage.journal.sync_files()[-1])  # as when the journal is cut
+    newest = rb.storage.journal.sync_files()[-1]
+    rb.storage._checkpointer._truncate(rb.storage, newest)  # as a checkpoint does
     rb.extend(rows(3, 40))
     rb.flush()
     rb.sample()
