@@ -105,8 +105,10 @@ def _least_shards(inspection: Inspection, column: Column) -> int:
     """Return how many shards a column of a store that grows has at least."""
     synced = 0 if inspection.past is None else inspection.past.synced
     least = -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
-    if isinstance(column, PackedReader):  # one begins when its first chunk is full
-        least = min(least, max((number + 1 for _, number, _ in column.shards()), default=0))
+    if isinstance(column, PackedReader):
+        # A shard begins when its first chunk is full; until the shape has grown, it is an open one.
+        named = (number + (kind != "open") for kind, number, _ in column.shards())
+        least = min(least, max(named, default=0))
     return least
 
 
