@@ -37,7 +37,7 @@ from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
-from expstore.storages.batch import Rows, now_us
+from expstore.storages.batch import Payload, Rows, now_us
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.field_specs import Described
@@ -241,8 +241,8 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             if self.sampled is not None:
                 with self.sampled_lock:
                     self.sampled.renew(self.geometry.runs(rows.first_id + skipped, rows.count - skipped))
-            checksum = self._put(rows, skipped)
-            self._publish(rows, skipped, checksum)
+            payload = self._put(rows, skipped)
+            self._publish(rows, skipped, payload)
         except BaseException:
             self.note_interruption()
             raise
@@ -616,12 +616,12 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         """Make empty columns."""
 
     @abstractmethod
-    def _put(self, rows: Rows, skipped: int) -> int:
-        """Write the payload of all rows but the first `skipped`; return its crc32c."""
+    def _put(self, rows: Rows, skipped: int) -> Payload:
+        """Write the payload of all rows but the first `skipped`."""
 
     @abstractmethod
-    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
-        """Record the rows, then take them over: episodes, window."""
+    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
+        """Append the commit record, then update the episode table and the visible range."""
 
     @abstractmethod
     def _annotate(self, entry: LogEntry) -> None:

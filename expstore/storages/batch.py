@@ -13,7 +13,7 @@ from expstore.core.idempotency import WriteKey
 from expstore.core.values import Array, IntArray
 from expstore.episodes.table import Assignment
 
-__all__ = ["Rows", "now_us"]
+__all__ = ["Payload", "Rows", "now_us"]
 
 
 @dataclass(slots=True)
@@ -43,6 +43,21 @@ class Rows:
         """The rows' ids. Shape `(n,)`."""
         ids: IntArray = self.assignment.numbers[0]
         return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where the bytes of a batch are before its commit record is appended.
+
+    Args:
+        crc: crc32c of all columns but the priorities; 0 in a storage without checksums.
+        inline: The bytes that the record carries itself; b"": none.
+        in_columns: Whether the columns hold the rows. Otherwise the record and the memtable do.
+    """
+
+    crc: int = 0
+    inline: bytes = b""
+    in_columns: bool = True
 
 
 def now_us() -> int:

@@ -25,6 +25,7 @@ from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Rows, Storage
+from expstore.storages.batch import Payload
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.overlay import Overlay
 from expstore.storages.engine.archive import archive_path
@@ -526,10 +527,10 @@ class FollowerStorage(FolderStorage):
     def _create(self, schema: Schema, keys: Keys) -> None:
         self.check_writable()
 
-    def _put(self, rows: Rows, skipped: int) -> int:
+    def _put(self, rows: Rows, skipped: int) -> Payload:
         self.check_writable()
 
-    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
         self.check_writable()
 
     def _annotate(self, entry: LogEntry) -> None:

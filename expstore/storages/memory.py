@@ -23,6 +23,7 @@ from expstore.errors import StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
+from expstore.storages.batch import Payload
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.new_field import Coming
@@ -122,7 +123,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             self._columns, self.schema, self.specs = columns, schema, specs
             self.upheavals += 1
 
-    def _put(self, rows: Rows, skipped: int) -> int:
+    def _put(self, rows: Rows, skipped: int) -> Payload:
         first, count = rows.first_id + skipped, rows.count - skipped
         if self.geometry.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
@@ -134,9 +135,9 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                     column[slot : slot + n] = part
                 else:
                     column.put(np.arange(slot, slot + n), part)
-        return 0
+        return Payload()
 
-    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
+    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
         self._fill_priorities(rows.first_id + skipped, rows.count - skipped)
         assignment = rows.assignment
         with self.episode_lock:

@@ -13,6 +13,7 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array
+from expstore.storages.batch import Payload
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 
@@ -90,7 +91,7 @@ class TensorStorage(MemoryStorage):
         """Return a ring without spare slots if rows are used in place."""
         return ring.with_slots(0, 0) if self._uses_rows else super().geometry_for(schema, ring)
 
-    def _put(self, rows: Rows, skipped: int) -> int:
+    def _put(self, rows: Rows, skipped: int) -> Payload:
         if not self._uses_rows:
             return super()._put(rows, skipped)
         for place, values in enumerate((*rows.columns, *rows.assignment.numbers)):
@@ -101,7 +102,7 @@ class TensorStorage(MemoryStorage):
                 column[:] = values
             else:
                 column.put(np.arange(rows.count), values)
-        return 0
+        return Payload()
 
 
 class LazyTensorStorage(TensorStorage):

@@ -21,6 +21,7 @@ from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
+from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
 from expstore.storages.columns.column_set import taken
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -256,7 +257,7 @@ class ZarrStorage(ArchivingStorage):
 
     # -- extend ----------------------------------------------------------------------------------
 
-    def _put(self, rows: Rows, skipped: int) -> int:
+    def _put(self, rows: Rows, skipped: int) -> Payload:
         self.disk.warm()
         self.episodes.kernels = self.disk.kernels
         columns = self.columns
@@ -264,13 +265,10 @@ class ZarrStorage(ArchivingStorage):
             raise StateError("the store has no columns yet", hint="extend() it first")
         assignment = rows.assignment
         count = rows.count
-        self._payload = b""
         # The tail finds rows by their slots, so it cannot hold a batch that needs one slot twice.
-        self._kept_back = (
-            count <= min(TAIL_ROWS, self.geometry.spare)
-            and columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
-        )
-        if self._kept_back:
+        if count <= min(TAIL_ROWS, self.geometry.spare) and (
+            columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
+        ):
             return self._put_in_tail(columns, rows)
         self.drain()
         arrays, numbers = rows.columns, assignment.numbers
@@ -283,37 +281,38 @@ class ZarrStorage(ArchivingStorage):
             self._grow_pages()
             priorities = np.full(written, self.max_priority, np.float32)
             crc = columns.write(self.geometry.runs(first, written), arrays, numbers, priorities)
-        if self.durable:
-            self._make_durable(rows, arrays, numbers)
-        return crc
+        inline = self._make_durable(columns, rows, arrays, numbers) if self.durable else b""
+        return Payload(crc, inline)
 
-    def _make_durable(self, rows: Rows, arrays: Sequence[Array], numbers: IntArray) -> None:
-        """Let the publish record carry the rows, or sync them if they are many: it is synced after them."""
+    def _make_durable(
+        self, group: WritableColumns, rows: Rows, arrays: Sequence[Array], numbers: IntArray
+    ) -> bytes:
+        """Return the bytes that the commit record carries, or sync the rows if they are many.
+
+        The record is synced after them.
+        """
         count = numbers.shape[1]
-        group = self.columns
         if (
-            group is not None
-            and count == rows.count <= self.geometry.spare
+            count == rows.count <= self.geometry.spare
             and group.bytes_of(arrays, count) <= tuning.INLINE_BATCH_BYTES
         ):
-            self._payload = b"".join(payload_parts(group, arrays, numbers))
-        elif group is not None:
-            runs = self.geometry.runs(rows.first_id + rows.count - count, count)
-            self._checkpointer.sync_rows(
-                lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders())
-            )
+            return b"".join(payload_parts(group, arrays, numbers))
+        runs = self.geometry.runs(rows.first_id + rows.count - count, count)
+        self._checkpointer.sync_rows(
+            lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders())
+        )
+        return b""
 
-    def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> int:
+    def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> Payload:
         """Keep few rows back: their publish record will carry their bytes."""
         if self._tail.full:
             self.drain()
         parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
-        self._payload = b"".join(parts)
+        inline = b"".join(parts)
         self._fill_priorities(rows.first_id, rows.count)
         self._grow_pages()
         self._tail.add(rows.first_id, rows.count, parts)
-        crc: int = google_crc32c.value(self._payload)
-        return crc
+        return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
     def drain(self) -> None:
         """Write rows that were kept back to the columns."""

@@ -16,6 +16,7 @@ from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
+from expstore.storages.batch import Payload
 from expstore.storages.columns import column_set_writer, dedup_finder
 from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.columns.column_set_writer import WritableColumns
@@ -50,7 +51,7 @@ def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
     checksum = 0
     for array in (*rows.columns, *extra):
         checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
-    kept._publish(rows, skipped, checksum)
+    kept._publish(rows, skipped, Payload(checksum))
     kept.sync()
     kept._put(rows, skipped)
 
@@ -244,7 +245,7 @@ def break_segments_first() -> None:
         group, first = self.columns, rows.first_id + skipped
         for slot, _, n in self.geometry.runs(first, rows.count - skipped):
             group.ensure(slot + n)
-        self._publish(rows, skipped, 0)
+        self._publish(rows, skipped, Payload())
         self.sync()
         self._put(rows, skipped)
 

@@ -32,6 +32,7 @@ from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageE
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Rows, now_us
+from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.sample_counts_column import SampledColumn
@@ -127,8 +128,6 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         self._checkpointer = Checkpointer(self.lock_order, self._health, disk, self._pool)
         self.index_path = index_path(self.path)
         self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
-        self._payload = b""
-        self._kept_back = False  # whether the columns lack the rows that are being published
         self._begin()
         try:
             self._shared = SharedState(self.disk, self.path, self._lock_file)
@@ -394,8 +393,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
 
-    def _publish(self, rows: Rows, skipped: int, checksum: int) -> None:
-        payload, self._payload = self._payload, b""
+    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
         assignment = rows.assignment
         publish = Publish(
             first_id=rows.first_id,
@@ -403,11 +401,11 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             skipped=skipped,
             draw=self.draws.number,
             time=rows.time,
-            checksum=checksum,
+            checksum=payload.crc,
             priority=self.max_priority,
             segments=assignment.segments,
             sources=assignment.sources,
-            payload=payload,
+            payload=payload.inline,
             info=rows.info,
             column_set=self.manifest.column_set,
             key=rows.key,
@@ -433,7 +431,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                 raise
-        self._shared.publish(publish.last_id, sequence, drained=not self._kept_back)
+        self._shared.publish(publish.last_id, sequence, drained=payload.in_columns)
         self._keeper.note()
         if rows.count > self.geometry.spare:
             self.sync()  # it has cost rows that were on the disk

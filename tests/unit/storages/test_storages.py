@@ -249,7 +249,7 @@ def test_a_long_extend_gives_up_only_what_it_must(
     seen: list[Any] = []
     real = storage._put
 
-    def watch(rows: Any, skipped: int) -> int:
+    def watch(rows: Any, skipped: int) -> Any:
         seen.append((storage.window.low, storage.window.last, storage.horizon, skipped))
         ids = window_ids(storage)
         assert storage.intact(ids)
