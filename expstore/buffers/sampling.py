@@ -294,11 +294,12 @@ class DrawingHandle(StoreHandle):
             sampler = former
         self._check_sampler(sampler)
         self._forget_ahead()
-        within, storage.max_within = storage.max_within, False  # what the former one may have asked for
+        priorities = storage.priorities
+        within, priorities.within = priorities.within, False  # what the former one may have asked for
         try:
             sampler.attach(storage)
         except BaseException:
-            storage.max_within = within
+            priorities.within = within
             raise
         if sampler is not former:
             former.detach()

@@ -181,7 +181,7 @@ class Filler:
             for number, info in noted:
                 entry = self._catalog.find_episode(number)
                 storage.annotate(dataclasses.replace(entry, text=info))
-            if priorities is not None and (priorities != np.float32(storage.max_priority)).any():
+            if priorities is not None and (priorities != np.float32(storage.priorities.largest)).any():
                 storage.set_priorities(rows.ids, priorities)
         self.rows += episodes.size
 

@@ -385,7 +385,7 @@ class _Joined:
             "progress": NO_PROGRESS,
             "limits": (0, 0),
             "randomness": None,
-            "max_priority": max(run.storage.max_priority for run in runs),
+            "max_priority": max(run.storage.priorities.largest for run in runs),
             "write_count": self.total,
             "episodes": {
                 "next_episode": last.episode + last.episodes + 1,

@@ -239,7 +239,7 @@ class Sampler(metaclass=SamplerKind):
             numbers = storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
         with storage.lock:
             ids = storage.geometry.ids_at(numbers[numbers != -1], storage.window)
-            storage.set_priorities(ids, np.full(ids.size, storage.max_priority, np.float32))
+            storage.set_priorities(ids, np.full(ids.size, storage.priorities.largest, np.float32))
 
     def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:
         """Be told of priorities that the user has just set. Shapes `(n,)`."""

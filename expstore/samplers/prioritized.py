@@ -128,8 +128,8 @@ class PrioritizedSampler(Sampler):
         """
         super().attach(storage)
         self._weights.drop()
-        storage.watch_priorities(self)
-        storage.max_within = self.max_priority_within_buffer
+        storage.priorities.watch(self)
+        storage.priorities.within = self.max_priority_within_buffer
         warm()
 
     def reduce(self, priorities: Array) -> Array:
@@ -173,7 +173,7 @@ class PrioritizedSampler(Sampler):
     def _weigh(self, storage: Storage, places: IntArray) -> Array:
         with compiling:
             from expstore.kernels.sum_tree import raise_priorities
-        weights: Array = raise_priorities(storage.priorities, places, eps=self._eps, alpha=self._alpha)
+        weights: Array = raise_priorities(storage.priorities.values, places, eps=self._eps, alpha=self._alpha)
         return weights
 
     def on_priorities(self, storage: Storage, places: IntArray) -> None:

@@ -279,7 +279,7 @@ class Catalog:
                 return
             storage = self._storage
             try:
-                weighed = storage.priorities_set and storage.schema is not None
+                weighed = storage.priorities.were_set and storage.schema is not None
                 index = self.catch_up(None if weighed else storage.facts())
                 if weighed:
                     window = storage.window

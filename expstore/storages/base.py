@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Payload, Rows, now_us
-from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.columns.priorities import Priorities, check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.field_specs import Described
 from expstore.storages.idempotency import Keyed
@@ -52,19 +52,12 @@ from expstore.storages.stats import Counters
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REWARD", "Keys", "Rows", "Storage", "Watcher", "find_keys", "now_us", "sizes_of_rows"]
+__all__ = ["REWARD", "Keys", "Rows", "Storage", "find_keys", "now_us", "sizes_of_rows"]
 
 #: Rows of which the sizes are found at once by reading them.
 _SOME_ROWS = 64
 
 _logger = logging.getLogger("expstore")
-
-
-class Watcher(Protocol):
-    """What a storage needs of an object that follows priorities."""
-
-    def on_priorities(self, storage: Storage, places: IntArray) -> None:
-        """Follow priorities of some slots that were just set. Shape `(n,)`."""
 
 
 class Storage(Described, Indexed, Keyed, Stateful, ABC):
@@ -105,19 +98,13 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         self.runs = Runs(self)
         self.horizon = 0  # newest id whose slot may have been written to
         self.retired = 0  # newest id given up for other reasons than age
-        self.max_priority = 1.0
         self.write_count = 0
-        self.priorities: Array = np.ones(0, np.float32)
+        self.priorities = Priorities()
         self._window = Window(0, 0)
         self._changes = 0  # odd while rows are being changed in place
         self._in_place = Changed()
         self._closed = False
         self._catalog: Callable[[], CatalogLike | None] = lambda: None
-        self.priorities_set = False
-        #: New rows start at the largest priority of readable rows, not the largest ever.
-        self.max_within = False
-        self._max_id = 0  # of a row that has it; 0: not known
-        self._watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         #: Moves when rows leave otherwise than by age, or all of them are looked at anew.
         self.upheavals = 0
         #: Moves when ids may stand for other rows than before.
@@ -232,8 +219,9 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             self._wait_for_copy(last - self.geometry.slots)
         self._make_room(rows.count)
         self._expect_key(rows)
-        if self.max_within and self.capacity is not None:
-            self._lower_max(min(last - self.capacity, self.last - 1))
+        if self.priorities.within and self.capacity is not None:
+            low = min(last - self.capacity, self.last - 1)
+            self.priorities.lower_largest(low, self._window, self.geometry)
         skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
         try:
             self.horizon = last
@@ -340,15 +328,13 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             self.check_writable()
             fields, count = len(self.require_schema().fields), ids.size
             times = np.full(count, now_us())
-            priorities = np.full(count, self.max_priority, np.float32)
+            priorities = np.full(count, self.priorities.largest, np.float32)
             places = [self.priority_place, *range(fields), self.priority_place - 1]
             self._change(ids, places, [priorities, *columns, times], replaces=True)
-            self._raise_max(ids, priorities)
+            self.priorities.raise_largest(ids, priorities)
             self.write_count += count
             self.counters.extends += 1
-            slots = self.geometry.slot_of(ids)
-            for watcher in list(self._watchers):
-                watcher.on_priorities(self, slots)
+            self.priorities.tell(self, self.geometry.slot_of(ids))
 
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
@@ -438,47 +424,11 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             if not here.all():
                 ids, values = ids[here], values[here]
             slots = self.geometry.slot_of(ids)
-            self.priorities[slots] = values
             if slots.size:
-                self.priorities_set = True
-                self._raise_max(ids, values)
-                self._note_priorities(slots)
-                for watcher in list(self._watchers):
-                    watcher.on_priorities(self, slots)
+                self.priorities.set(ids, slots, values)
+                self._note_priorities()
+                self.priorities.tell(self, slots)
             return int(slots.size)
-
-    def watch_priorities(self, watcher: Watcher) -> None:
-        """Tell somebody of every priority that is set from now on, for as long as they live."""
-        self._watchers.add(watcher)
-
-    def _raise_max(self, ids: IntArray, values: Array) -> None:
-        at = int(np.argmax(values))
-        if values[at] >= self.max_priority:
-            self.max_priority, self._max_id = float(values[at]), int(ids[at])
-        elif self.max_within and self._max_id in ids:
-            self._max_id = 0
-
-    def _lower_max(self, low: int) -> None:
-        """Find the largest priority anew if the row that had it is among those with ids <= `low`."""
-        window = self._window
-        if self._max_id > low or window.size == 0:
-            return
-        ids = window.ids()
-        ids = ids[ids > low]
-        values = self.priorities[self.geometry.slot_of(ids)]
-        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
-        self.max_priority, self._max_id = float(values[at]), int(ids[at])
-
-    def _fill_priorities(self, first_id: int, count: int) -> None:
-        """Give new rows the largest priority seen so far, in RAM; grow the array if need be."""
-        slots = self.geometry.slots
-        size = first_id + count - 1 if slots is None else slots
-        if self.priorities.size < size:
-            grown = np.ones(size if slots is not None else max(4096, 2 * size), np.float32)
-            grown[: self.priorities.size] = self.priorities
-            self.priorities = grown
-        for slot, _, n in self.geometry.runs(first_id, count):
-            self.priorities[slot : slot + n] = self.max_priority
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -706,8 +656,8 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
     def _note_changed(self) -> None:
         """Keep that the change is complete."""
 
-    def _note_priorities(self, slots: IntArray) -> None:
-        """Keep the priorities of these slots."""
+    def _note_priorities(self) -> None:
+        """Have priorities that were set kept before long."""
 
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out."""

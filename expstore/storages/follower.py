@@ -253,7 +253,7 @@ class FollowerStorage(FolderStorage):
         else:
             self.counters.recovered = None
         if source.columns is not None:
-            self.priorities = _priorities(source.columns, source.overlay, self._slots_of(last))
+            self.priorities.values = _priorities(source.columns, source.overlay, self._slots_of(last))
         self._known = last
         former, self._source = self._source, source
         former.close()
@@ -314,7 +314,7 @@ class FollowerStorage(FolderStorage):
                 self._chronicle = None
                 told = Chronicle(self, view.last, self._episode_rows)
             self._chronicle, self.episodes = told, told.table
-            self.write_count, self.max_priority = told.write_count, told.max_priority
+            self.write_count, self.priorities.largest = told.write_count, told.max_priority
             self.content, self.index_floor = told.content, told.floor
 
     def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
@@ -372,7 +372,7 @@ class FollowerStorage(FolderStorage):
                 columns.look(self._slots_of(last))
                 columns.look_to(last)
                 if columns.ready != before:
-                    self.priorities = _priorities(columns, self._source.overlay, self._slots_of(last))
+                    self.priorities.values = _priorities(columns, self._source.overlay, self._slots_of(last))
                 self._known = last
 
     @property

@@ -138,7 +138,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         return Payload()
 
     def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        self._fill_priorities(rows.first_id + skipped, rows.count - skipped)
+        runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
+        self.priorities.start(runs, self.geometry.slots)
         assignment = rows.assignment
         with self.episode_lock:
             self._log += self.episodes.commit(
@@ -203,11 +204,11 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 self.ranking, self.specs = manifest.ranking, manifest.specs
                 if manifest.schema is not None:
                     self.keys = manifest.find_keys(manifest.schema)
-                self._columns, self.priorities, self.episodes = columns, priorities, table
+                self._columns, self.priorities.values, self.episodes = columns, priorities, table
                 self._log = list(arrival.entries())
                 self.content = self.index_floor = (1, self.content[1] + 1)
                 base = arrival.base(self.content)
-                self.write_count, self.max_priority = base["write_count"], base["max_priority"]
+                self.write_count, self.priorities.largest = base["write_count"], base["max_priority"]
                 self.horizon, self.retired = arrival.last, arrival.low
                 limits = base["limits"][0], base["limits"][1]
                 self.draws = DrawState(
@@ -256,7 +257,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
         for place, values in zip(places, columns, strict=True):
-            _put(self.priorities if place == self.priority_place else self._columns[place], slots, values)
+            is_priority = place == self.priority_place
+            _put(self.priorities.values if is_priority else self._columns[place], slots, values)
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         wanted = range(len(self.require_schema().fields)) if places is None else places
@@ -273,7 +275,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids without copying."""
-        columns = [*self._columns, self.priorities]
+        columns = [*self._columns, self.priorities.values]
         runs = self.geometry.runs(first_id, count)
         return [[_part(columns[place], slot, n) for slot, _, n in runs] for place in places]
 

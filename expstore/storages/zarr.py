@@ -6,7 +6,6 @@ acts in `expstore.storages.engine.store`. It never runs zarr-python when rows ar
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from expstore.storages.columns.column_set import taken
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.memtable import TAIL_ROWS, Tail
 from expstore.storages.columns.payload import payload_parts
+from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.delete import RetainingStorage
@@ -37,8 +37,6 @@ from expstore.storages.snapshots.resize import Progress, resized
 from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
 
 __all__ = ["ZarrStorage"]
-
-PAGE_ROWS = 1024  # priorities per 4 KiB page
 
 
 class ZarrStorage(ArchivingStorage):
@@ -73,9 +71,10 @@ class ZarrStorage(ArchivingStorage):
     kind = "zarr"
 
     sampled: SampledColumn | None
+    priorities: StoredPriorities
 
     def _begin(self) -> None:
-        self._priority_lock = self.lock_order.ranked("priorities", threading.Lock())
+        self.priorities = StoredPriorities(self.lock_order)
         self._tail = Tail(self.lock_order)
         self.columns: WritableColumns | None = None
         self.checksums: Checksums | None = None
@@ -139,15 +138,16 @@ class ZarrStorage(ArchivingStorage):
             return
         column = self.columns.columns[-1]
         size = self.geometry.slots if self.geometry.slots is not None else max(4096, 2 * past.last)
-        self.priorities = np.ones(size, np.float32)
+        values = np.ones(size, np.float32)
         known = min(size, column.ready)
-        self.priorities[:known] = column.read(0, known)
+        values[:known] = column.read(0, known)
         if not whole:
             for publish in past.unsynced():
                 for slot, _, n in self.geometry.runs(*publish.written):
-                    self.priorities[slot : slot + n] = publish.priority
+                    values[slot : slot + n] = publish.priority
+        self.priorities = StoredPriorities(self.lock_order, self.priorities)
         # After a power cut the whole column is written again: which pages were lost is not known.
-        self._dirty_pages = np.full(-(-size // PAGE_ROWS), not whole)
+        self.priorities.load(values, dirty=not whole)
         if self.sampled is not None:
             self._adopt_sampled(self.sampled, past, whole=whole)
 
@@ -252,8 +252,7 @@ class ZarrStorage(ArchivingStorage):
         self.columns = columns
         self._shared.note_layout()
         size = 4096 if slots is None else slots
-        self.priorities = np.full(size, self.max_priority, np.float32)
-        self._dirty_pages = np.zeros(-(-size // PAGE_ROWS), bool)
+        self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
     # -- extend ----------------------------------------------------------------------------------
 
@@ -276,11 +275,11 @@ class ZarrStorage(ArchivingStorage):
             arrays = [array[skipped:] for array in arrays]
             numbers = np.ascontiguousarray(numbers[:, skipped:])
         first, written = rows.first_id + skipped, count - skipped
-        with self._priority_lock:  # a page of older priorities must not be written after these
-            self._fill_priorities(first, written)
-            self._grow_pages()
-            priorities = np.full(written, self.max_priority, np.float32)
-            crc = columns.write(self.geometry.runs(first, written), arrays, numbers, priorities)
+        runs = self.geometry.runs(first, written)
+        with self.priorities.lock:  # a page of older priorities must not be written after these
+            self.priorities.start(runs, self.geometry.slots)
+            priorities = np.full(written, self.priorities.largest, np.float32)
+            crc = columns.write(runs, arrays, numbers, priorities)
         inline = self._make_durable(columns, rows, arrays, numbers) if self.durable else b""
         return Payload(crc, inline)
 
@@ -309,8 +308,7 @@ class ZarrStorage(ArchivingStorage):
             self.drain()
         parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
         inline = b"".join(parts)
-        self._fill_priorities(rows.first_id, rows.count)
-        self._grow_pages()
+        self.priorities.start(self.geometry.runs(rows.first_id, rows.count), self.geometry.slots)
         self._tail.add(rows.first_id, rows.count, parts)
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
@@ -320,10 +318,11 @@ class ZarrStorage(ArchivingStorage):
         if not tail.count or columns is None or not self._lock_file.held:
             return  # a forked child must not write: the parent may have given their slots to other rows
         try:
-            with tail.lock, self._priority_lock:
+            with tail.lock, self.priorities.lock:
                 if tail.count:
                     pieces = self.geometry.runs(tail.first_id, tail.count)
-                    priorities = np.concatenate([self.priorities[slot : slot + n] for slot, _, n in pieces])
+                    values = self.priorities.values
+                    priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
                     tail.write(columns, pieces, priorities)
                     # Before others see an empty tail: they write newer rows then, and set this further.
                     self._shared.drain(tail.first_id + tail.count - 1)
@@ -333,11 +332,6 @@ class ZarrStorage(ArchivingStorage):
             if columns.packed or columns.segments is not None:
                 self.note_interruption()  # how far they have come only the files can say
             raise
-
-    def _grow_pages(self) -> None:
-        if self._dirty_pages.size * PAGE_ROWS < self.priorities.size:
-            more = -(-self.priorities.size // PAGE_ROWS) - self._dirty_pages.size
-            self._dirty_pages = np.append(self._dirty_pages, np.zeros(more, bool))
 
     # -- sync ------------------------------------------------------------------------------------
 
@@ -376,29 +370,12 @@ class ZarrStorage(ArchivingStorage):
         if self.sampled is not None and self.sampled.owes:
             with self.sampled_lock:
                 self.sampled.settle()
-        with self._priority_lock:
-            pages = np.flatnonzero(self._dirty_pages)
-            if not pages.size:
-                return
-            column = self.columns.columns[-1]
-            limit = min(column.ready, self.priorities.size)
-            self._dirty_pages[pages] = False
-            touched: set[File] = set()
-            try:
-                for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
-                    start = int(run[0]) * PAGE_ROWS
-                    stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
-                    for file, offset, row, n in column.spans(start, stop - start):
-                        file.write(self.priorities[start + row : start + row + n].copy(), offset)
-                        touched.add(file)
-            except BaseException:
-                self._dirty_pages[pages] = True
-                raise
-        with self.episode_lock:
-            self.columns.touched |= touched
+        touched = self.priorities.write(self.columns.columns[-1])
+        if touched:
+            with self.episode_lock:
+                self.columns.touched |= touched
 
-    def _note_priorities(self, slots: IntArray) -> None:
-        self._dirty_pages[slots // PAGE_ROWS] = True
+    def _note_priorities(self) -> None:
         self._keeper.note()
 
     def _take_content(self, content: ContentLike) -> None:
@@ -452,7 +429,7 @@ class ZarrStorage(ArchivingStorage):
                     self.note_interruption()  # the next opening sees what is there
                     raise
             self.counters.recovered = recovered
-            self.priorities_set = True
+            self.priorities.were_set = True
 
     # -- change and read -------------------------------------------------------------------------
 
@@ -465,7 +442,7 @@ class ZarrStorage(ArchivingStorage):
             try:
                 self.drain()
             except StorageError:
-                return self._tail.take(group, slots, wanted, self.priorities)
+                return self._tail.take(group, slots, wanted, self.priorities.values)
         return self._taken(group, slots, wanted)
 
     def _sizes_of(self, ids: IntArray) -> IntArray:
@@ -501,6 +478,7 @@ class ZarrStorage(ArchivingStorage):
             if not columns[place].viewed:
                 found.append([columns[place].part(slot, n) for slot, _, n in runs])
                 continue
-            source = self.priorities if place == len(columns) - 1 else columns[place].view
+            is_priority = place == len(columns) - 1
+            source = self.priorities.values if is_priority else columns[place].view
             found.append([source[slot : slot + n] for slot, _, n in runs])
         return found

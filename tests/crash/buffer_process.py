@@ -215,7 +215,7 @@ def _look(rb: Any) -> dict[str, Any]:
     ids = kept.window.ids()
     found = {
         "ids": ids.tolist(), "last": int(kept.last), "len": len(rb), "written": int(rb.write_count),
-        "largest": float(kept.max_priority), "draw": int(kept.draws.number), "fields": {}, "rows": None,
+        "largest": float(kept.priorities.largest), "draw": int(kept.draws.number), "fields": {}, "rows": None,
     }  # fmt: skip
     if kept.schema is not None:
         found["names"] = {field.key for field in kept.schema.fields}

@@ -301,8 +301,8 @@ def write_life(path: Path, state: Ledger, ops: Sequence[Op], pipe: int, disk: Di
     state = state.copy()
     with say.failures():
         rb = open_store(state.spec, path, disk, index=index)
-        state.max_priority = rb.storage.max_priority
-        say(f"open {rb.storage.max_priority!r}")
+        state.max_priority = rb.storage.priorities.largest
+        say(f"open {rb.storage.priorities.largest!r}")
         state.reopen()
         for number, op in enumerate(ops):
             say(f"about {number}")
@@ -486,7 +486,7 @@ def matching(rb: TensorDictReplayBuffer, states: list[Ledger], *, cut: bool = Fa
         raise Wrong(" | ".join(reasons))
     never = set().union(*[{*other.keys, *other.lost} for other in states])
     state.lost = frozenset(never - state.keys.keys())
-    largest = rb.storage.max_priority
+    largest = rb.storage.priorities.largest
     expect(
         float(np.float32(largest)) in [float(np.float32(p)) for p in state.max_priorities],
         f"largest priority {largest}, expected one of {state.max_priorities}",

@@ -327,7 +327,7 @@ def _live(
         if phase.part == "open":
             disk.arm(at)
         rb = open_store(phase.spec, path, disk, index=phase.index)
-        say(f"open {rb.storage.max_priority!r}")
+        say(f"open {rb.storage.priorities.largest!r}")
         state.reopen()
         if phase.part == "ops":
             disk.arm(at)

@@ -205,7 +205,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     kept = rb.storage
     state = matching(rb, job.states, cut=True)
     state.versions = check_versions(place_of(kept.path), job.need, job.known, current=job.current)
-    state.max_priority = kept.max_priority
+    state.max_priority = kept.priorities.largest
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
     done = 0
@@ -245,7 +245,7 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = any(
-                lock.locked() for lock in (kept._checkpointer.lock, kept._priority_lock, kept.episode_lock)
+                lock.locked() for lock in (kept._checkpointer.lock, kept.priorities.lock, kept.episode_lock)
             )
             held |= kept.archive is not None and kept.archive.turn.locked()
             if not held and not kept.sampled_lock._is_owned():

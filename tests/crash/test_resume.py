@@ -174,7 +174,7 @@ def test_killed_at_any_moment(store_path: Path, sampler: str, seed: int) -> None
         assert (rb.storage.last, rb.storage.draws.number) == (alone.storage.last, alone.storage.draws.number)
         ids = rb.storage.window.ids()
         # Priorities set just before the kill may be lost: those that are there decide.
-        alone.update_priority(id=ids, priority=rb.storage.priorities[rb.storage.geometry.slot_of(ids)])
+        alone.update_priority(id=ids, priority=rb.storage.priorities.values[rb.storage.geometry.slot_of(ids)])
         if isinstance(rb.sampler, StalenessAwareSampler) and isinstance(alone.sampler, StalenessAwareSampler):
             alone.sampler.consumer_version = rb.sampler.consumer_version  # set just before the kill, or not
         assert batches(rb) == batches(alone)

@@ -1,17 +1,27 @@
-"""What a priority may be.
+"""The priorities of rows, by slot: in RAM, and the pages of them that a column on disk lacks.
 
-Used by storages and buffers. It keeps nothing.
+Used by storages; samplers read the values. It decides nothing about rows.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
+from typing import Any, Protocol
+
 import numpy as np
 
-from expstore.core.values import Array
+from expstore.core.geometry import RingGeometry
+from expstore.core.lock_order import LockOrder
+from expstore.core.values import Array, IntArray, Window
+from expstore.disk.files import File
 from expstore.errors import PriorityError
+from expstore.storages.columns.flat import Column
 
-__all__ = ["check_priorities"]
+__all__ = ["Priorities", "PriorityWatcher", "StoredPriorities", "check_priorities"]
 
+#: Priorities in a page of 4 KiB.
+PAGE_ROWS = 1024
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -34,3 +44,160 @@ def check_priorities(values: Array) -> Array:
             f"priority number {at} of {values.size} is {values[at]}", hint="give finite values >= 0"
         )
     return values
+
+
+class PriorityWatcher(Protocol):
+    """What `Priorities` needs of an object that follows them."""
+
+    def on_priorities(self, storage: Any, places: IntArray) -> None:
+        """Follow the priorities of slots that were just set. Shape `(n,)`."""
+
+
+class Priorities:
+    """The priority of every slot, and the largest, at which new rows start.
+
+    Threads: whoever sets values holds the storage's lock; any number read. Crashes: nothing survives the
+    process; `StoredPriorities` tells what a column must be given.
+
+    Args:
+        former: The priorities of the storage before it was opened again: who watches them watches these.
+
+    Example:
+        >>> priorities = Priorities()
+        >>> priorities.start([(0, 0, 3)], slots=None)
+        >>> priorities.values[:3].tolist(), priorities.largest
+        ([1.0, 1.0, 1.0], 1.0)
+    """
+
+    def __init__(self, former: Priorities | None = None) -> None:
+        #: By slot. Shape `(slots,)`, float32.
+        self.values: Array = np.ones(0, np.float32)
+        #: The largest so far, or of the readable rows (`within`).
+        self.largest: float = 1.0 if former is None else former.largest
+        #: Whether new rows start at the largest priority of readable rows, not at the largest ever.
+        self.within: bool = False if former is None else former.within
+        #: Whether a priority was ever set; otherwise all are equal.
+        self.were_set: bool = False if former is None else former.were_set
+        self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: not known
+        self._watchers: weakref.WeakSet[PriorityWatcher] = (
+            weakref.WeakSet() if former is None else former._watchers
+        )
+
+    def watch(self, watcher: PriorityWatcher) -> None:
+        """Tell an object of every priority that is set from now on, for as long as it lives."""
+        self._watchers.add(watcher)
+
+    def tell(self, storage: Any, slots: IntArray) -> None:
+        """Tell the watchers which slots were set."""
+        for watcher in list(self._watchers):
+            watcher.on_priorities(storage, slots)
+
+    def start(self, runs: list[tuple[int, int, int]], slots: int | None) -> None:
+        """Give new rows the largest priority.
+
+        Args:
+            runs: Where the rows lie: (first slot, offset, rows).
+            slots: How many slots a ring has; None: the array grows with the rows.
+        """
+        size = max(slot + n for slot, _, n in runs) if slots is None and runs else slots or 0
+        if self.values.size < size:
+            self._grow(size if slots is not None else max(4096, 2 * size))
+        for slot, _, n in runs:
+            self.values[slot : slot + n] = self.largest
+
+    def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:
+        """Set the priorities of readable rows. Shapes `(n,)`, not empty."""
+        self.values[slots] = values
+        self.were_set = True
+        self.raise_largest(ids, values)
+        self.note_changed(slots)
+
+    def raise_largest(self, ids: IntArray, values: Array) -> None:
+        """Follow the largest priority after values were set. Shapes `(n,)`, not empty."""
+        at = int(np.argmax(values))
+        if values[at] >= self.largest:
+            self.largest, self._largest_id = float(values[at]), int(ids[at])
+        elif self.within and self._largest_id in ids:
+            self._largest_id = 0
+
+    def lower_largest(self, low: int, window: Window, ring: RingGeometry) -> None:
+        """Find the largest priority anew if the row that had it has an id of at most `low`."""
+        if self._largest_id > low or window.size == 0:
+            return
+        ids = window.ids()
+        ids = ids[ids > low]
+        values = self.values[ring.slot_of(ids)]
+        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
+        self.largest, self._largest_id = float(values[at]), int(ids[at])
+
+    def note_changed(self, slots: IntArray) -> None:
+        """Note that a column on disk lacks the values of these slots. Shape `(n,)`."""
+
+    def _grow(self, size: int) -> None:
+        grown = np.ones(size, np.float32)
+        grown[: self.values.size] = self.values
+        self.values = grown
+
+
+class StoredPriorities(Priorities):
+    """Priorities that a column on disk gets page by page.
+
+    Invariant: a page that is not dirty has the same values in the column. Threads: as `Priorities`; `lock` is
+    held while rows are written to the column and while pages are, so that no page of older values follows
+    newer ones. Crashes: values of dirty pages are lost with the process.
+
+    Args:
+        order: The lock order of the storage.
+        former: As of `Priorities`.
+    """
+
+    def __init__(self, order: LockOrder, former: StoredPriorities | None = None) -> None:
+        super().__init__(former)
+        made = order.ranked("priorities", threading.Lock())
+        self.lock: threading.Lock = made if former is None else former.lock
+        self._dirty = np.zeros(0, bool)
+
+    def load(self, values: Array, *, dirty: bool) -> None:
+        """Take over the values of a column.
+
+        Args:
+            values: By slot. Shape `(slots,)`, float32.
+            dirty: Whether the column may lack some of them.
+        """
+        self.values = values
+        self._dirty = np.full(-(-values.size // PAGE_ROWS), dirty)
+
+    def note_changed(self, slots: IntArray) -> None:
+        """Note that the column lacks the values of these slots. Shape `(n,)`."""
+        self._dirty[slots // PAGE_ROWS] = True
+
+    def write(self, column: Column) -> set[File]:
+        """Write dirty pages to a column; return the files that were written to.
+
+        Raises:
+            StorageError: The disk failed; the pages stay dirty.
+        """
+        touched: set[File] = set()
+        with self.lock:
+            pages = np.flatnonzero(self._dirty)
+            if not pages.size:
+                return touched
+            limit = min(column.ready, self.values.size)
+            self._dirty[pages] = False
+            try:
+                for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+                    start = int(run[0]) * PAGE_ROWS
+                    stop = min((int(run[-1]) + 1) * PAGE_ROWS, limit)
+                    for file, offset, row, n in column.spans(start, stop - start):
+                        file.write(self.values[start + row : start + row + n].copy(), offset)
+                        touched.add(file)
+            except BaseException:
+                self._dirty[pages] = True
+                raise
+        return touched
+
+    def _grow(self, size: int) -> None:
+        super()._grow(size)
+        more = -(-size // PAGE_ROWS) - self._dirty.size
+        if more > 0:
+            self._dirty = np.append(self._dirty, np.zeros(more, bool))

@@ -7,7 +7,6 @@ It never chooses which rows go.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.overlay import Overlay
+from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.format import records
@@ -84,7 +84,7 @@ class DisplacingStorage(JournaledStorage):
     """
 
     columns: WritableColumns | None
-    _priority_lock: threading.Lock
+    priorities: StoredPriorities
     _half_written: Overlay | None = None  # rows of a change that failed after it was recorded
     _waiting: Waiting | None = None  # rows that the columns are to get
     _settling: Waiting | None = None  # rows that they are getting
@@ -148,9 +148,10 @@ class DisplacingStorage(JournaledStorage):
                 waiting = Waiting(self.geometry.slots or 0, places, pin)
             waiting.add(slots, columns)
             self._waiting = waiting
-        with self._priority_lock:
-            self.priorities[slots] = columns[0]
-        self._note_priorities(slots)
+        with self.priorities.lock:
+            self.priorities.values[slots] = columns[0]
+        self.priorities.note_changed(slots)
+        self._keeper.note()
         self._changes += 2  # nothing is half changed meanwhile
         self._in_place.note(self._changes, slots)
 
@@ -182,8 +183,8 @@ class DisplacingStorage(JournaledStorage):
         touched: set[File] = set()
         for place, values in zip(places, columns, strict=True):
             if place == self.priority_place:
-                with self._priority_lock:  # a page of older priorities must not be written after these
-                    self.priorities[slots] = values
+                with self.priorities.lock:  # a page of older priorities must not be written after these
+                    self.priorities.values[slots] = values
                     touched.update(group.columns[place].write_rows(slots, values))
             else:
                 touched.update(group.columns[place].write_rows(slots, values))
@@ -218,8 +219,9 @@ class DisplacingStorage(JournaledStorage):
         slots, columns = settling.columns()
         self._shared.begin_change(slots)
         # The first column is that of priorities, which may have been set since.
-        with self._priority_lock:
-            touched = set(group.columns[settling.places[0]].write_rows(slots, self.priorities[slots]))
+        with self.priorities.lock:
+            values = self.priorities.values[slots]
+            touched = set(group.columns[settling.places[0]].write_rows(slots, values))
         touched |= self._write_rows(group, slots, settling.places[1:], columns[1:])
         self._shared.end_change()
         with self.episode_lock:

@@ -249,8 +249,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     def _adopt(self, past: Past) -> None:
         """Take over window and priorities."""
-        self.retired, self.max_priority = past.retired, past.max_priority
-        self.horizon = past.last
+        self.retired, self.horizon = past.retired, past.last
         self._window = past.window(self.capacity)
         same_boot = self.same_boot
         if past.cut or not (same_boot or past.clean):
@@ -258,6 +257,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             for name in ("index.duckdb", "index.duckdb.wal"):
                 self.disk.unlink(self.path / name)
         self._adopt_priorities(past, whole=same_boot or past.clean)
+        self.priorities.largest = past.max_priority
 
     def _draws_of(self, past: Past) -> DrawState:
         """Return where the draws were, as the journal and STATE have it."""
@@ -402,7 +402,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             draw=self.draws.number,
             time=rows.time,
             checksum=payload.crc,
-            priority=self.max_priority,
+            priority=self.priorities.largest,
             segments=assignment.segments,
             sources=assignment.sources,
             payload=payload.inline,
@@ -539,7 +539,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     def write_totals(self) -> tuple[int, float]:
         """Return how many rows were ever written, and the largest priority."""
-        return self.write_count, self.max_priority
+        return self.write_count, self.priorities.largest
 
     def may_tidy(self) -> bool:
         """Return whether files may be removed or replaced: no snapshot is being copied."""
@@ -643,7 +643,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             vars(self).update(former)
             raise
         if not first:
-            self.max_priority = former["max_priority"]  # the journal may not have it yet
+            self.priorities.largest = former["priorities"].largest  # the journal may not have it yet
         _close(former, but=vars(self))
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def base_of(storage: Storage) -> dict[str, Any]:
         "progress": storage.draws.progress,
         "limits": storage.draws.limits,
         "randomness": to_json(storage.draws.note_randomness()),
-        "max_priority": storage.max_priority,
+        "max_priority": storage.priorities.largest,
         "write_count": storage.write_count,
         "episodes": storage.episodes.to_base(),
     }

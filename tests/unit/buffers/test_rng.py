@@ -140,7 +140,7 @@ def test_another_sampler_draws_from_the_next_batch_on(store_path: Path, make_bat
         rb.update_priority(torch.tensor([7]), torch.tensor([1.0]))
         assert set(rb.sample()["index"].tolist()) == {7}
         rb.set_sampler(former)
-        assert not rb.storage.max_within
+        assert not rb.storage.priorities.within
         assert len(set(rb.sample()["index"].tolist())) > 3
     with pytest.raises(StateError, match="closed"):
         rb.set_sampler(former)

@@ -127,7 +127,7 @@ def test_priorities_go_to_anchors() -> None:
     for index in range(8):
         window = range(max(0, index - 1), min(8, index + 3))
         expected = max((1000 + step) * 7 % 11 for step in window) if index in anchors else 1.0
-        assert rb.storage.priorities[index] == expected
+        assert rb.storage.priorities.values[index] == expected
 
 
 def test_windows_are_not_taken_in_again() -> None:

@@ -452,7 +452,7 @@ def test_cells_of_several_dims_keep_their_shape() -> None:
     values = 1.0 + number / 2
 
     def priorities() -> list[float]:
-        found = rb.storage.priorities[:12].tolist()
+        found = rb.storage.priorities.values[:12].tolist()
         rb.storage.set_priorities(rb.storage.window.ids(), np.full(12, 0.5, np.float32))
         return found
 
@@ -514,4 +514,4 @@ def test_anchors_of_several_dims_are_found_by_as_many_numbers() -> None:
     valid = batch["validity_mask"]
     for anchor in set(anchors.tolist()):
         wanted = batch["td_error"][valid & (anchors == anchor)].max()
-        assert rb.storage.priorities[anchor] == wanted
+        assert rb.storage.priorities.values[anchor] == wanted

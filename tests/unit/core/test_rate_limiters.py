@@ -456,4 +456,4 @@ def test_without_a_limiter_nothing_is_counted(store_path: Path) -> None:
         rb.sample()
         assert rb.storage.draws.limits == (0, 0)
         assert rb.stats()["rate_limiter"] is None
-        assert np.isfinite(rb.storage.max_priority)
+        assert np.isfinite(rb.storage.priorities.largest)

@@ -253,7 +253,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
     with buffer(path, None, layout) as rb:
         before, said, rows = columns_of(rb.storage), answers(rb), len(rb)
         facts = dict(rb.storage.facts())
-        numbers = (rb.storage.draws.number, rb.storage.max_priority, rb.write_count, rb.storage.last)
+        numbers = (rb.storage.draws.number, rb.storage.priorities.largest, rb.write_count, rb.storage.last)
     outcome = expstore.resize(path, capacity=new, progress=lambda *both: told.append(both))
     kept = rows if new is None else min(rows, new)
     assert (outcome.former, outcome.capacity, outcome.rows) == (capacity, new, kept)
@@ -268,7 +268,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
         with expstore.open(path, mode=mode, batch_size=8) as rb:
             same(columns_of(rb.storage), before, kept)
             assert answers(rb) == said
-            now = (rb.storage.draws.number, rb.storage.max_priority, rb.write_count, rb.storage.last)
+            now = (rb.storage.draws.number, rb.storage.priorities.largest, rb.write_count, rb.storage.last)
             assert now[mode == "r" :] == numbers[mode == "r" :]  # a reader counts its own draws
             assert (rb.storage.capacity, rb.storage.seed, rb.meta["mine"]) == (new, 7, 1)
             found = dict(rb.storage.facts())

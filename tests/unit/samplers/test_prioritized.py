@@ -285,7 +285,7 @@ def test_threads_sample_while_one_writes_and_sets() -> None:
     for thread in threads:
         thread.join()
     assert not faults
-    priorities = rb.storage.priorities[
+    priorities = rb.storage.priorities.values[
         rb.storage.geometry.slot_of(np.arange(1, 2001) + rb.storage.window.low)
     ]
     sampler: Any = rb._sampler

@@ -27,7 +27,7 @@ def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[
     weights = dict(
         zip(
             x.tolist(),
-            (storage.priorities[storage.geometry.slot_of(ids)].astype(float) + 1e-8) ** ALPHA,
+            (storage.priorities.values[storage.geometry.slot_of(ids)].astype(float) + 1e-8) ** ALPHA,
             strict=True,
         )
     )

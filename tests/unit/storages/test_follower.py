@@ -186,7 +186,7 @@ def test_priorities_are_the_writers(
 
     def priorities(rb: TensorDictReplayBuffer) -> list[float]:
         ids = rb.storage.window.ids()
-        found: list[float] = rb.storage.priorities[rb.storage.geometry.slot_of(ids)].tolist()
+        found: list[float] = rb.storage.priorities.values[rb.storage.geometry.slot_of(ids)].tolist()
         return found
 
     with expstore.open(store_path, capacity=capacity, sampler=expstore.PrioritizedSampler()) as writer:

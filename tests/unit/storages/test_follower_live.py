@@ -228,7 +228,7 @@ def test_priorities_follow(pair: tuple[TensorDictReplayBuffer, TensorDictReplayB
     rb.flush()
     query = "SELECT priority FROM priorities ORDER BY id"
     assert seen.sql(query).fetchall() == rb.sql(query).fetchall()
-    assert seen.storage.priorities[[2, 6]].tolist() == [5.0, 0.5]
+    assert seen.storage.priorities.values[[2, 6]].tolist() == [5.0, 0.5]
 
 
 def test_an_unbounded_store_grows(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +497,7 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
         if boot is not None:
             monkeypatch.setattr(Disk, "boot_id", lambda self, boot=boot: boot)
         with expstore.open(store_path, mode="r") as seen:
-            assert seen.storage.priorities[:20].tolist() == [*range(10), *newer]
+            assert seen.storage.priorities.values[:20].tolist() == [*range(10), *newer]
 
 
 def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
@@ -527,7 +527,7 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
         with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
             assert sorted(rb["a"].tolist()) == list(range(86_020, 90_020))
             slots = rb.storage.geometry.slot_of(rb.storage.window.ids())
-            assert (rb.storage.priorities[slots] == 1.0).all()
+            assert (rb.storage.priorities.values[slots] == 1.0).all()
 
 
 def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
@@ -546,7 +546,7 @@ def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
     for mode in ("r", "a", "r"):
         with expstore.open(store_path, mode=mode) as rb:  # type: ignore[arg-type]
             assert rb["a"].tolist() == list(range(30))
-            assert rb.storage.priorities[:30].tolist() == [1.0] * 30
+            assert rb.storage.priorities.values[:30].tolist() == [1.0] * 30
 
 
 def test_a_writer_that_comes_where_there_was_no_page(store_path: Path) -> None:

@@ -634,7 +634,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
         check(storage, window_ids(storage))
         storage.sync()
         assert storage.can_write
-    assert storage.priorities[4] == 3.0
+    assert storage.priorities.values[4] == 3.0
     episodes = [np.concatenate(part) for part in storage.views([5, 6], storage.window.low + 1, len(storage))]
     storage.close()
     again = ZarrStorage(tmp_path / "run.exp")
@@ -778,7 +778,7 @@ def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> No
     storage.set_priorities(np.array([7, 8]), np.array([4.5, 0.0]))
     storage.note_interruption()
     put(storage, 1)
-    assert storage.priorities[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
+    assert storage.priorities.values[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
     assert storage.draws.next() == draws[-1] + 1
     storage.sync()
     storage.close()

@@ -368,7 +368,7 @@ def test_a_kill_leaves_rows_with_their_priorities(
         assert rb.recovered is not None
         assert rb.sql("SELECT number, _priority FROM transitions ORDER BY _index").fetchall() == seen
         assert rb.write_count == 51
-        assert rb.storage.max_priority == 3
+        assert rb.storage.priorities.largest == 3
         assert [number for number, _ in seen] == [*range(30, 50), 50, *range(21, 30)]
         assert dict(seen) == dict.fromkeys(range(21, 51), 3.0) | {30: 3.0 if waits else 0.5, 25: 0.25}
         assert rb.extend(rows([20.0, 22.5], 60)).tolist() == [-1, 21]
@@ -497,8 +497,7 @@ def test_what_a_writer_cannot_rank(make: Make) -> None:
 
 
 def test_dims_are_refused_when_the_buffer_is_made() -> None:
-    storage = MemoryStorage(10)
-    storage.ndim = 2
+    storage = MemoryStorage(10, ndim=2)
     with pytest.raises(ValueError, match="not compatible with storages with more than one dimension"):
         TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter())
     rb = TensorDictReplayBuffer(storage=storage)

@@ -508,7 +508,7 @@ def test_a_new_store_goes_on_with_the_next_batch(
         assert all(same(a, b) for a, b in zip(batches(new, 2), wanted[2:], strict=True))
         assert same(rows_of(new), rows)
         assert priorities(new) == levels
-        assert (new.write_count, new.storage.max_priority) == (count, 2.5)
+        assert (new.write_count, new.storage.priorities.largest) == (count, 2.5)
         new.extend(make_batch(50, start=650, episode_length=7), source="a")
         assert len(new) == 300
 

@@ -56,7 +56,7 @@ def shown(storage: Storage) -> tuple[Any, ...]:
         rows,
         episodes,
         storage.write_count,
-        storage.max_priority,
+        storage.priorities.largest,
         storage.draws.number,
         storage.seed,
         storage.keys,
