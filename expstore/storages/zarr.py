@@ -30,6 +30,7 @@ from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.delete import RetainingStorage
+from expstore.storages.engine.replaced_rows import ReplacedRows
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.zarr_metadata import check_metadata
 from expstore.storages.recovery.recover import Past, unsettled_blocks
@@ -76,6 +77,7 @@ class ZarrStorage(ArchivingStorage):
     def _begin(self) -> None:
         self.priorities = StoredPriorities(self.lock_order)
         self._tail = Tail(self.lock_order)
+        self._replaced = ReplacedRows()
         self.columns: WritableColumns | None = None
         self.checksums: Checksums | None = None
         self._begin_reshaping()
@@ -84,7 +86,7 @@ class ZarrStorage(ArchivingStorage):
 
     def _open_columns(self) -> None:
         self._tail = Tail(self.lock_order)  # the journal has all rows of the former one
-        self._half_written = self._waiting = self._settling = None  # and these changes
+        self._replaced = ReplacedRows()  # and these changes
         self.sampled = None
         schema = self.manifest.schema
         if schema is None:
@@ -443,7 +445,7 @@ class ZarrStorage(ArchivingStorage):
                 self.drain()
             except StorageError:
                 return self._tail.take(group, slots, wanted, self.priorities.values)
-        return self._taken(group, slots, wanted)
+        return self._replaced.take(group, slots, wanted)
 
     def _sizes_of(self, ids: IntArray) -> IntArray:
         group = self.columns
@@ -465,7 +467,7 @@ class ZarrStorage(ArchivingStorage):
         runs = self.geometry.runs(first_id, count)
         columns = self.columns.columns
         found: list[list[Any]] = []
-        over, segments = self._over(), self.columns.segments
+        over, segments = self._replaced.overlay(), self.columns.segments
         for place in places:
             if segments is not None and place in self.columns.segment_places:
                 number = self.columns.segment_places.index(place)
