@@ -6,7 +6,7 @@ observations tell its first episode from the one that was open under the same tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchJoins", "JoinMemory"]
 
-#: Calls of single rows are compared once so many different observations have joined.
-_PROOFS = 4
+#: A single row that does not join its episode is a restart if this many different observations joined the
+#: episode before it, without a miss. n-step rows join only where observations repeat with period n - 1, so
+#: at most n - 1 different observations join in a row. 1 is unsafe: an environment that does not move at its
+#: start joins for every n. 2 is safe for n = 2. For larger n it is wrong only if the first observations
+#: alternate, and it then costs one cut, because the next miss has no proof and raises the number to
+#: `_LINKED`.
+_PROOFS = 2
+#: The same number after a miss without proof, which n-step rows and alternating writers cause: n-step rows
+#: with n <= 8 never reach it. A source that reaches it is linked: a miss is a restart in all its episodes.
+_LINKED = 8
+#: A source is no longer linked after this many calls in a row with a miss: its rows have stopped chaining.
+_MISSES = 3
+#: How many pairs of rows inside a call are compared, for each source.
+_PAIRS = 8
 
 
 @dataclass(slots=True)
@@ -31,14 +43,27 @@ class _Stream:
     """Hold whether the rows of one source have joined so far.
 
     Args:
-        proofs: How many different observations have joined.
-        last: The checksum that joined last.
-        unlinked: Whether a row has not joined before there was proof: calls of single rows are not compared.
+        needed: How many different observations must have joined in an episode to make a miss a restart.
+        linked: Whether every miss is a restart.
+        misses: How many calls in a row have missed.
     """
 
-    proofs: int = 0
-    last: int = -1
-    unlinked: bool = False
+    needed: int = _PROOFS
+    linked: bool = False
+    misses: int = 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether more rows that join change nothing."""
+        return self.linked and not self.misses
+
+    def is_restart(self, joined: Collection[int]) -> bool:
+        """Return whether a single row that does not join is a restart.
+
+        Args:
+            joined: The different observations that have joined in its episode.
+        """
+        return self.misses < _MISSES and (self.linked or len(joined) >= self.needed)
 
 
 @dataclass(slots=True)
@@ -49,6 +74,8 @@ class JoinMemory:
 
     Args:
         ends: By episode id: crc32c of its last next observation.
+        joined: By episode id: crc32c of the different observations that have joined since its last miss,
+            `_LINKED` at most.
         required: Adopted episodes whose next row must join, and the source that has adopted each.
         awaiting: Sources that have adopted episodes, and no row of which has come yet.
         streams: By number of the source.
@@ -60,6 +87,7 @@ class JoinMemory:
     """
 
     ends: dict[int, int] = field(default_factory=dict)
+    joined: dict[int, set[int]] = field(default_factory=dict)
     required: dict[int, int] = field(default_factory=dict)
     awaiting: set[int] = field(default_factory=set)
     streams: dict[int, _Stream] = field(default_factory=dict)
@@ -83,11 +111,13 @@ class JoinMemory:
     def forget(self, episode: int) -> None:
         """Forget an episode that takes no more rows."""
         self.ends.pop(episode, None)
+        self.joined.pop(episode, None)
         self.required.pop(episode, None)
 
     def forget_ends(self, last_id: int) -> None:
         """Forget how all episodes end: rows after this id have other fields to compare."""
         self.ends.clear()
+        self.joined.clear()
         self.required.clear()
         self.blind = last_id
 
@@ -107,11 +137,16 @@ class BatchJoins:
         columns: The batch, in the schema's order. Shapes `(n, *row shape)`.
         read: Returns the next observations of a stored row, by id, as a list of arrays of shape
             `(1, *row shape)`; None if the row is gone.
+        joined: Source and episode of each row that continues an earlier call, and the observation's checksum.
+        missed: Source and episode of each row that does not and where the batch alone does not tell why, and
+            whether it is a restart. Both are counted by `note`: a batch that is not written changes nothing.
     """
 
     memory: JoinMemory
     columns: Sequence[Array]
     read: Callable[[int], Sequence[Array] | None]
+    joined: list[tuple[int, int, int]] = field(default_factory=list)
+    missed: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def follows(
         self, source: int, episode: int, last_id: int, piece: Piece, pieces: Sequence[Piece], *, name: str
@@ -136,15 +171,11 @@ class BatchJoins:
             if expected is None:
                 return True
             memory.ends[episode] = expected
+        crc = self._crc_of(piece[3])
         stream = memory.streams.get(source)
-        if stream is None:
-            stream = memory.streams[source] = _Stream()
-        columns, crc = self.columns, 0
-        for before, _ in self.memory.pairs:
-            crc = google_crc32c.extend(crc, columns[before][piece[3]].tobytes())
         if crc == expected:
-            stream.proofs += crc != stream.last
-            stream.last = crc
+            if stream is None or not stream.is_settled:
+                self.joined.append((source, episode, crc))
             return True
         if episode in memory.required:
             raise _not_continued(name, episode)
@@ -153,9 +184,9 @@ class BatchJoins:
         if runs:
             return not all(map(self._is_linked, runs))
         # Nothing else in the call tells how the source's rows follow one another: the calls before do.
-        if stream.proofs < _PROOFS:
-            stream.unlinked = True
-        return stream.unlinked
+        is_restart = stream is not None and stream.is_restart(memory.joined.get(episode, ()))
+        self.missed.append((source, episode, is_restart))
+        return not is_restart
 
     def check_adopted(self, segments: Sequence[Segment], names: dict[int, str]) -> None:
         """Check the first rows of sources that have adopted episodes.
@@ -184,19 +215,32 @@ class BatchJoins:
             crc = google_crc32c.extend(crc, column[0].tobytes())
         return crc
 
+    def _crc_of(self, row: int) -> int:
+        """Return the checksum of the observations of a row of the batch."""
+        crc = 0
+        for before, _ in self.memory.pairs:
+            crc = google_crc32c.extend(crc, self.columns[before][row].tobytes())
+        return crc
+
     def _is_linked(self, piece: Piece) -> bool:
         """Return whether each row of a run continues the one before it."""
         _, _, _, first, count, stride, _, _ = piece
+        return all(
+            self._is_pair(row, row + stride) for row in range(first, first + (count - 1) * stride, stride)
+        )
+
+    def _is_pair(self, row: int, next_row: int) -> bool:
+        """Return whether a row of the batch continues another one."""
         columns = self.columns
         return all(  # bytes: NaN equals NaN then
-            columns[after][row].tobytes() == columns[before][row + stride].tobytes()
-            for row in range(first, first + (count - 1) * stride, stride)
+            columns[after][row].tobytes() == columns[before][next_row].tobytes()
             for before, after in self.memory.pairs
         )
 
     def note(self, segments: Sequence[Segment]) -> None:
         """Remember how the episodes of the batch end, once its rows are written; segments are all of it."""
-        ends, columns = self.memory.ends, self.columns
+        memory, columns = self.memory, self.columns
+        self._count_joins(segments)
         newest = {(segment.source, segment.trajectory): segment for segment in segments}
         for segment in newest.values():
             status, flags = segment.status, segment.flags
@@ -204,9 +248,61 @@ class BatchJoins:
                 continue  # no more rows come
             row = segment.start + (segment.rows - 1) * segment.stride
             crc = 0
-            for _, after in self.memory.pairs:
+            for _, after in memory.pairs:
                 crc = google_crc32c.extend(crc, columns[after][row].tobytes())
-            ends[segment.episode] = crc
+            memory.ends[segment.episode] = crc
+        if memory.joined:
+            for segment in segments:
+                if segment.episode not in memory.ends:
+                    memory.joined.pop(segment.episode, None)
+
+    def _count_joins(self, segments: Sequence[Segment]) -> None:
+        """Count which rows have joined, with an earlier call and inside this one."""
+        memory = self.memory
+        missed: set[int] = set()
+        for source, episode, is_restart in self.missed:
+            memory.joined.pop(episode, None)
+            missed.add(source)
+            stream = memory.streams.setdefault(source, _Stream())
+            if not is_restart:
+                stream.needed, stream.linked = _LINKED, False
+        counted = {source for source, _, _ in self.joined}
+        for source, episode, crc in self.joined:
+            self._count(source, episode, crc)
+        left: dict[int, int] = {}  # pairs to compare
+        for segment in segments:
+            source = segment.source
+            pairs = min(segment.rows - 1, left.get(source, _PAIRS))
+            if not pairs or memory.streams.setdefault(source, _Stream()).is_settled:
+                continue
+            counted.add(source)
+            left[source] = left.get(source, _PAIRS) - pairs
+            if not self._count_run(segment, pairs):
+                missed.add(source)
+                left[source] = 0
+        for source in counted | missed:
+            stream = memory.streams[source]
+            stream.misses = stream.misses + 1 if source in missed else 0
+
+    def _count_run(self, segment: Segment, pairs: int) -> bool:
+        """Count which of the last rows of a run continue the one before; return whether all do."""
+        memory, stride = self.memory, segment.stride
+        last = segment.start + (segment.rows - 1) * stride
+        for row in range(last - pairs * stride, last, stride):
+            if not self._is_pair(row, row + stride):
+                memory.joined.pop(segment.episode, None)
+                memory.streams[segment.source].needed = _LINKED
+                return False
+            self._count(segment.source, segment.episode, self._crc_of(row + stride))
+        return True
+
+    def _count(self, source: int, episode: int, crc: int) -> None:
+        """Count an observation that has joined."""
+        stream = self.memory.streams.setdefault(source, _Stream())
+        if not stream.linked:
+            joined = self.memory.joined.setdefault(episode, set())
+            joined.add(crc)
+            stream.linked = len(joined) >= _LINKED
 
 
 def _not_continued(name: str, episode: int) -> SchemaError:

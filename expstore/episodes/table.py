@@ -545,7 +545,7 @@ class EpisodeTable:
         over = segment.status == TERMINATED or segment.flags & LAST
         if over or (segment.status == TRUNCATED and key[1] is None):
             del self._open[key]
-            self.joins.ends.pop(episode.episode, None)
+            self.joins.forget(episode.episode)
 
     def _touch(self, episode: Episode) -> None:
         self._changed[episode.episode] = episode
