@@ -5,6 +5,7 @@ Each case writes rows whose observations count on, so that every step shows whet
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import warnings
@@ -824,6 +825,69 @@ def test_a_record_that_is_not_folded_is_seen(
     monkeypatch.setattr(*place, mutant)
     with pytest.raises(AssertionError):
         CASES[case](tmp_path)
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Return the warnings since the last call."""
+    caplog.set_level(logging.WARNING, "expstore")
+
+    def found() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.name == "expstore"]
+        caplog.clear()
+        return lines
+
+    return found
+
+
+def test_several_sessions_under_one_name_are_warned_of_once(
+    tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    with opened(tmp_path) as rb:
+        rb.extend(rows(0, 3), source="robot", session="one")
+        rb.extend(rows(0, 3), source="arm", session="two")
+        rb.extend(rows(0, 3), session="one")
+        rb.extend(rows(0, 3), session="two")  # the streams without a name are several
+        assert warned() == []
+        rb.extend(rows(100, 3), source="robot", session="two")
+        (line,) = warned()
+        assert line.startswith("several sessions write to source robot at the same time: ")
+        assert "source=" in line
+        rb.extend(rows(3, 3), source="robot", session="one")
+        rb.extend(rows(200, 3), source="robot", session="three")
+        assert warned() == []
+        rb.extend(rows(100, 3), source="arm", session="one")
+        (line,) = warned()
+        assert "source arm" in line
+    with opened(tmp_path) as rb:
+        rb.episodes.end_session(["one", "two", "three"])
+        rb.extend(rows(0, 3), source="robot")  # the others are over
+        assert warned() == []
+
+
+@pytest.mark.index
+@pytest.mark.parametrize("size", [1, 5])
+def test_a_restart_inside_a_session_is_warned_of_once_for_each_source(
+    size: int, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    def run(rb: TensorDictReplayBuffer, base: int, source: str | None) -> None:
+        for start in range(base, base + 10, size):
+            rb.extend(rows(start, size), source=source)
+
+    with opened(tmp_path) as rb:
+        run(rb, 0, "robot")
+        assert warned() == []
+        run(rb, 100, "robot")
+        (line,) = warned()
+        assert line.startswith("source robot began another episode under the trajectory id of its open one")
+        assert "source=" in line
+        run(rb, 200, "robot")
+        assert warned() == []
+        run(rb, 0, "arm")
+        run(rb, 100, "arm")
+        (line,) = warned()
+        assert line.startswith("source arm began")
+        assert episodes(rb) == [(10, "cut"), (10, "cut"), (10, "open"), (10, "cut"), (10, "open")]
 
 
 def test_many_ids_of_sessions_take_no_memory() -> None:
