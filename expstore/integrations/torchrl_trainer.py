@@ -203,7 +203,8 @@ class ReplayBufferTrainer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on with the batch that would have come after `state_dict`.
 
-        Rows of a store on disk that were added since stay.
+        Rows of a store on disk that were added since stay. The buffer ends its open episodes: collectors
+        restart, and their trajectory ids come again.
 
         Raises:
             StateError: It is no state of such a hook, or of another buffer; nothing was changed.
@@ -214,9 +215,6 @@ class ReplayBufferTrainer:
                 hint="give what its state_dict() returned",
             )
         self.replay_buffer.load_state_dict(state_dict["replay_buffer"])
-        # Collectors begin anew: their trajectory ids come again.
-        for member in self._members():
-            member.episodes.end()
         self._batches = None
 
     def _members(self) -> list[ReplayBuffer]:

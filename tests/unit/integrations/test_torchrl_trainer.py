@@ -6,6 +6,7 @@ belongs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import warnings
@@ -455,6 +456,26 @@ def test_the_state_of_a_hook_is_that_of_its_buffer() -> None:
     fresh, _ = both()
     fresh.load_state_dict(state)
     assert torch.equal(fresh.sample()["observation"], expected)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_hook_that_is_loaded_ends_open_episodes(members: int, tmp_path: Path) -> None:
+    """Collectors restart when a trainer is loaded: their rows never continue episodes of before."""
+    with contextlib.ExitStack() as stack:
+        buffers = [
+            stack.enter_context(expstore.open(tmp_path / f"{number}.exp", batch_size=4))
+            for number in range(members)
+        ]
+        one = buffers[0] if members == 1 else expstore.ReplayBufferEnsemble(*buffers, batch_size=4)
+        hook = ReplayBufferTrainer(one, flatten_tensordicts=True)
+        for first in (0, 5):  # the observations join: only the load tells that the episodes are over
+            for rb in buffers:
+                rb.extend(batch_of(2, 5, first))
+            hook.load_state_dict(hook.state_dict())
+        for rb in buffers:
+            rb.extend(batch_of(2, 5, 10))
+            found = rb.sql("SELECT length, status FROM episodes ORDER BY episode_id").fetchall()
+            assert found == [(5, "cut")] * 4 + [(5, "open")] * 2
 
 
 # -- without TorchRL ----------------------------------------------------------------------------------------
