@@ -27,7 +27,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import EpisodeTable
-from expstore.errors import SchemaError, StateError
+from expstore.errors import NotReadyError, SchemaError, StateError
 from expstore.maintenance.merge import merge
 from expstore.maintenance.resize import resize
 from expstore.maintenance.verify import verify
@@ -709,6 +709,80 @@ def resume_and_kill(path: Path) -> None:
         check(rb, (6, "open"), (2, "open"), (3, "open"))
 
 
+# -- what sees records ---------------------------------------------------------------------------------
+
+
+def archived(path: Path) -> None:
+    """An episode of which all rows have left a ring ends, and continues, in its archive too."""
+
+    def leave(rb: TensorDictReplayBuffer, *expected: tuple[int, str]) -> None:
+        rb.flush()
+        rb.storage.archive_left()
+        with expstore.open(path / "old.exp", mode="r") as old:
+            assert episodes(old) == list(expected)
+
+    options: dict[str, Any] = {"capacity": 10, "archive": path / "old.exp"}
+    with opened(path, **options) as rb:
+        rb.extend(rows(0, 20), source="robot")
+        rb.episodes.end("robot")
+        check(rb, (20, "cut"))
+        leave(rb, (10, "open"))  # its other rows are still in the ring
+        rb.extend(rows(0, 20), source="arm")
+        leave(rb, (20, "cut"), (10, "open"))
+    read(path, (20, "cut"), (20, "cut"))
+    with opened(path, **options) as rb:
+        rb.extend(rows(0, 10), source="other")
+        leave(rb, (20, "cut"), (20, "cut"))
+        assert rb.episodes.resume("arm", check=False).tolist() == [2]
+        check(rb, (20, "cut"), (20, "open"), (10, "open"))
+        rb.extend(rows(20, 20), source="arm")
+        check(rb, (20, "cut"), (40, "open"), (10, "open"))
+        leave(rb, (20, "cut"), (30, "open"), (10, "open"))
+        rb.episodes.end("other")
+        leave(rb, (20, "cut"), (30, "open"), (10, "cut"))
+        history = "SELECT _episode, count(*), min(_step), max(_step), count(DISTINCT _step) FROM history"
+        found = rb.sql(f"{history} GROUP BY 1 ORDER BY 1").fetchall()
+        assert found == [(1, 20, 0, 19, 20), (2, 40, 0, 39, 40), (3, 10, 0, 9, 10)]
+    read(path, (20, "cut"), (40, "cut"), (10, "cut"))
+
+
+def drawn_where(path: Path) -> None:
+    """Conditions over episodes see their ends and adoptions, also of rows that were evaluated before."""
+
+    def made() -> dict[str, expstore.RandomSampler]:
+        words = ("open", "cut")
+        return {word: expstore.RandomSampler(where=f"episode.status = '{word}'") for word in words}
+
+    samplers = made()
+
+    def drawn(rb: TensorDictReplayBuffer, **expected: range) -> None:
+        for status, sampler in samplers.items():
+            rb.set_sampler(sampler)
+            rb.refresh()
+            wanted = [float(number) for number in expected.get(status, ())]
+            if wanted:
+                assert sorted(set(rb.sample(500)["observation"].flatten().tolist())) == wanted
+            else:
+                with pytest.raises(NotReadyError, match=f"episode.status = '{status}'"):
+                    rb.sample(500)
+
+    with opened(path, batch_size=4, seed=1) as rb:
+        rb.extend(rows(0, 4), source="robot", session="client")
+        rb.extend(rows(4, 4), source="arm", session="other")
+        drawn(rb, open=range(8))
+        rb.episodes.end("robot")
+        drawn(rb, open=range(4, 8), cut=range(4))
+        rb.episodes.end_session(["other"])
+        drawn(rb, cut=range(8))
+        assert rb.episodes.resume("arm").tolist() == [2]
+        drawn(rb, open=range(4, 8), cut=range(4))
+        rb.extend(rows(8, 2), source="arm")
+        drawn(rb, open=range(4, 10), cut=range(4))
+    samplers = made()
+    with opened(path, batch_size=4, seed=1) as rb:
+        drawn(rb, cut=range(10))
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     "restart": restart,
     "restart, unnamed": partial(restart, source=None),
@@ -756,6 +830,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "session ended, then killed": end_session_and_kill,
     "emptied, then killed": empty_and_kill,
     "resumed, then killed": resume_and_kill,
+    "archive": archived,
+    "where": drawn_where,
 }
 
 

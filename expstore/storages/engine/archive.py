@@ -21,7 +21,7 @@ from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
-from expstore.episodes.segmentation import CUT, OPEN, TERMINATED, TRUNCATED, RowFacts
+from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED, RowFacts
 from expstore.episodes.sessions import End, NewSource, Resume, SessionKey
 from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, NO_REWARD, Assignment, Segment
 from expstore.errors import SchemaError, StateError
@@ -359,7 +359,10 @@ class _Facts:
 
 
 def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, sure: bool) -> list[Segment]:
-    """Cut rows into runs of an episode each; the last one of an episode says how that ended."""
+    """Cut rows into runs of an episode each; the last one says how its episode ended.
+
+    An episode that was cut stays open until `Archive.end`: another session may still adopt it.
+    """
     fragments = find_fragments(left.episodes, left.steps, np.arange(first, first + left.ids.size))
     episodes = np.unique(left.episodes)
     over = set(episodes[~going(episodes)].tolist())
@@ -374,8 +377,7 @@ def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, 
     for episode in over & newest.keys():
         segment = found[newest[episode]]
         status = facts.status(segment.start + (segment.rows - 1) * segment.stride)
-        if sure or status == TERMINATED:
-            status = CUT if status == OPEN else status
+        if status == TERMINATED or (sure and status == TRUNCATED):
             found[newest[episode]] = segment._replace(status=status, flags=segment.flags | LAST)
     return found
 
