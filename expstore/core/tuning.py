@@ -118,4 +118,4 @@ ENDED_SESSIONS = 256
 #: Episodes of one ended session that may be opened again, the newest.
 CUT_EPISODES = 10_000
 #: Seconds between two messages that tell a server that a connection which has written is still open.
-HEARTBEAT_SECONDS = 60.0
+CONNECTION_HEARTBEAT_SECONDS = 60.0

@@ -463,7 +463,7 @@ class Connection:
 
 def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
     """Tell the server every minute that a connection is open, until it is closed or forgotten."""
-    while not ended.wait(tuning.HEARTBEAT_SECONDS):
+    while not ended.wait(tuning.CONNECTION_HEARTBEAT_SECONDS):
         known = connection()
         if known is None:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import queue
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.api import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.episodes.sessions import End, Resume, SessionKey
 from expstore.episodes.table import EpisodeTable
@@ -964,6 +966,39 @@ def test_a_restart_inside_a_session_is_warned_of_once_for_each_source(
         (line,) = warned()
         assert line.startswith("source arm began")
         assert episodes(rb) == [(10, "cut"), (10, "cut"), (10, "open"), (10, "cut"), (10, "open")]
+
+
+@pytest.mark.index
+def test_a_connection_that_has_written_sends_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours without a request do not end its session; without heartbeats it ends, and with `close`."""
+    monkeypatch.setattr(tuning, "CONNECTION_HEARTBEAT_SECONDS", 0.02)
+    make(tmp_path)
+    clock = Clock()
+    with served(tmp_path, clock) as server, client(server) as reader:
+        store, heard = store_of(server), queue.SimpleQueue[str]()
+        note = store.heard.note
+
+        def noted(session: str, **more: Any) -> None:
+            note(session, **more)
+            heard.put(session)
+
+        monkeypatch.setattr(store.heard, "note", noted)
+        assert len(reader) == 0
+        post(server, rows(50, 2), {"X-Session": "silent"})
+        with client(server) as writer:
+            writer.extend(rows(0, 4), source="robot")
+            for hour in range(1, 4):
+                clock.now = 3600.0 * hour
+                while not heard.empty():
+                    heard.get()
+                # The first may have been noted before the clock was set, the second is sent after the first.
+                ours = {heard.get(timeout=60), heard.get(timeout=60)}
+                store.end_silent()
+                check(store.rb, (2, "cut"), (4, "open"))
+                assert list(ours) == store.rb.episodes.remote_sessions()  # who only reads sends none
+        check(store.rb, (2, "cut"), (4, "cut"))
 
 
 def test_many_ids_of_sessions_take_no_memory() -> None:

@@ -299,6 +299,20 @@ def test_only_the_disk_touches_files(modules: dict[str, Module]) -> None:
     assert_none(message for module in modules.values() for message in check_files(module))
 
 
+def test_each_tunable_has_one_value() -> None:
+    """A name that is assigned twice changes the value of the first for all who use it."""
+    body = ast.parse((ROOT / "expstore/core/tuning.py").read_text()).body
+    targets = [
+        target.id
+        for node in body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    ]
+    assert "HEARTBEAT_SECONDS" in targets
+    assert sorted(set(targets)) == sorted(targets)
+
+
 def test_no_module_of_ours_is_imported_by_a_string(modules: dict[str, Module]) -> None:
     assert_none(message for module in modules.values() for message in check_strings(module))
 
