@@ -202,6 +202,11 @@ class _Reader:
         self.lengths: list[int] = []
         if not self.about:
             _refuse_groups_of_episodes(file, path)
+            if alike := _find_alike(file):
+                self.notes.append(
+                    f"{', '.join(alike[:3])}{', ...' if alike[3:] else ''} are read as fields of the same rows, "
+                    "as of agents; if each group is an episode, rename the groups to episode_0, episode_1, ..."
+                )
         for name, dataset in datasets_in(file):
             if name.split("/")[0] == _METADATA:
                 if "'metadata' is about the file, and left out" not in self.notes:
@@ -222,13 +227,18 @@ class _Reader:
             raise StorageError(f"cannot read {self._path}: {exc}") from exc
 
 
-#: Groups whose names are a word and a number, by the word; of the known ones there may be a single one.
-_NUMBERED = re.compile(r"(\D+?)[_-]?\d+")
+#: Groups whose names are a word and a number, by the word ("": a plain number); of the known words there may
+#: be a single one.
+_NUMBERED = re.compile(r"(\D*?)[_-]?\d+")
 _EPISODES = {"trial", "episode", "ep", "demo", "traj", "trajectory", "rollout", "run"}
+_ACTIONS = {"actions", "action"}
 
 
 def find_episodes(file: Any) -> list[str]:
     """Return the groups of an HDF5 file that are an episode each, at its top or in one group there.
+
+    Groups with plain numbers are episodes if each has actions and no array outside has a row for each action:
+    such an array would belong to all groups, as rewards that agents share.
 
     Args:
         file: Of h5py.
@@ -242,7 +252,24 @@ def find_episodes(file: Any) -> list[str]:
         for word, names in found.items():
             if word.lower() in _EPISODES or (len(names) > 1 and _differ(place, names)):
                 return [above + name for name in names]
+            if not word and _act_alone(file, place, names):
+                return [above + name for name in names]
     return []
+
+
+def _find_alike(file: Any) -> list[str]:
+    """Return the groups that are all of a file and have the same datasets with actions among them.
+
+    They may be episodes, or agents that act side by side: the file does not say which.
+
+    Args:
+        file: Of h5py.
+    """
+    names = [name for name in file if name != _METADATA]
+    groups = [file[name] for name in names]
+    if len(names) < 2 or not all(hasattr(group, "items") and _ACTIONS & set(group) for group in groups):
+        return []
+    return names if len({tuple(name for name, _ in datasets_in(group)) for group in groups}) == 1 else []
 
 
 def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
@@ -267,6 +294,20 @@ def _differ(place: Any, names: Sequence[str]) -> bool:
     if len({tuple(name for name, _ in one) for one in held}) > 1:
         return False
     return len({dataset.shape[0] for one in held for _, dataset in one if dataset.shape}) > 1
+
+
+def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
+    """Return whether groups have actions each, and no array beside them has as many rows as one of them."""
+    if not all(_ACTIONS & set(place[name]) for name in names):
+        return False
+    lengths = {
+        dataset.shape[0]
+        for name in names
+        for path, dataset in datasets_in(place[name])
+        if path.split("/")[0] in _ACTIONS and dataset.shape
+    }
+    beside = [item for group in (file, place) for item in group.values() if hasattr(item, "shape")]
+    return not any(dataset.shape and dataset.shape[0] in lengths for dataset in beside)
 
 
 def datasets_in(group: Any, above: str = "") -> list[tuple[str, Any]]:

@@ -15,6 +15,7 @@ import expstore
 from expstore import NotFoundError, SchemaError, StorageError
 from expstore.cli.app import run
 from expstore.datasets import Hdf5EpisodesReader, RobomimicReader, hdf5_episodes, import_dataset
+from expstore.exchange import import_hdf5
 from tests.unit.datasets.test_d4rl import arrays
 from tests.unit.datasets.test_d4rl import write as write_d4rl
 from tests.unit.datasets.test_roboset import write as write_roboset
@@ -195,6 +196,47 @@ def test_what_a_file_is_recognised_as(tmp_path: Path) -> None:
     assert run(["export", str(tmp_path / "x.exp"), flat, "--hdf5"]) == 0
     assert run(["import", flat, str(tmp_path / "y.exp")]) == 0
     assert run(["import", str(plain), str(tmp_path / "z.exp"), "--capacity", "5"]) == 2
+
+
+def write_groups(path: Path, names: tuple[str, ...], rows: int = 5) -> Path:
+    with h5py.File(path, "w") as file:
+        for number, name in enumerate(names):
+            for array in ("actions", "observations"):
+                file[f"{name}/{array}"] = np.full((rows, 2), number, np.float32)
+            file[f"{name}/rewards"] = np.full(rows, number, np.float32)
+    return path
+
+
+@pytest.mark.parametrize("above", ["", "data/"])
+def test_groups_with_plain_numbers_are_episodes(tmp_path: Path, above: str) -> None:
+    source = write_groups(tmp_path / "a.hdf5", (f"{above}0", f"{above}1", f"{above}10", f"{above}2"))
+    assert run(["import", str(source), str(tmp_path / "a.exp")]) == 0
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert rb.sql("SELECT length FROM episodes").fetchall() == [(5,)] * 4
+        assert rb[:]["action"][:, 0].tolist() == [0] * 5 + [1] * 5 + [3] * 5 + [2] * 5
+    with pytest.raises(SchemaError, match="has a group per episode"):
+        import_hdf5(source, tmp_path / "b.exp")
+
+
+def test_numbered_groups_beside_shared_rewards_are_agents(tmp_path: Path) -> None:
+    source = write_groups(tmp_path / "a.hdf5", ("agents/0", "agents/1"))
+    with h5py.File(source, "a") as file:
+        file["rewards"] = np.zeros(5)
+    assert run(["import", str(source), str(tmp_path / "a.exp")]) == 0
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert len(rb) == 5
+
+
+def test_a_note_says_that_groups_may_be_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_groups(tmp_path / "a.hdf5", ("robot_a", "robot_b"))
+    assert run(["import", str(source), str(tmp_path / "a.exp")]) == 0
+    assert "note: robot_a, robot_b are read as fields of the same rows" in capsys.readouterr().err
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb:
+        assert len(rb) == 5
+    with h5py.File(source, "a") as file:
+        file["rewards"] = np.zeros(5)
+    assert run(["import", str(source), str(tmp_path / "b.exp")]) == 0
+    assert "robot_a" not in capsys.readouterr().err
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
