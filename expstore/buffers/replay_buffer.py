@@ -38,6 +38,7 @@ from expstore.core.idempotency import WriteKey
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.data.batch import Batch, Intake, StepReader, is_plain
+from expstore.data.containers import stack_index
 from expstore.episodes.annotations import pack_info
 from expstore.errors import SchemaError, StateError
 from expstore.samplers.base import Sampler
@@ -518,7 +519,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
         Args:
             index: Which rows, by index; -1 stands for none. Shape `(n,)`; `(..., ndim)`, or a tuple of `ndim`
-                tensors of any shape, where that is larger than 1; or give `id`.
+                tensors, which are broadcast together, where that is larger than 1; or give `id`.
             priority: Finite, not negative; one for all, or one or several each, of which the sampler's
                 reduction makes one. Shape `()` or `(n, ...)`; where `ndim` is larger than 1 as many values as
                 rows are one each, in the order of `index`, whatever their shape: `(time, lane)`, say.
@@ -591,7 +592,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
     def _numbers(self, index: Any) -> Array:
         """Return rows' numbers, given as users know them."""
         if isinstance(index, tuple):
-            index = torch.stack([torch.as_tensor(part) for part in index], -1)
+            index = stack_index(index)
         numbers = to_array(index)
         return (
             numbers

@@ -36,10 +36,10 @@ from expstore.data.batch import (
 from expstore.data.leaves import to_columns, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.variable_rows import columns_of, is_loose
-from expstore.errors import SchemaError, StackError
+from expstore.errors import NoRowError, SchemaError, StackError
 from expstore.schema.schema import Schema, is_name
 
-__all__ = ["Form", "Layout", "check_form", "form_of", "stack", "take"]
+__all__ = ["Form", "Layout", "check_form", "form_of", "stack", "stack_index", "take"]
 
 #: The field of rows that are one tensor, or one object, each.
 DATA: Key = ("_data",)
@@ -468,3 +468,26 @@ class _Objects(Form):
             return items
         # A row of its own has no such dim yet: counted from the end, it is one of the stack's.
         return lazy_stack(items, self._dim if self._dim >= 0 else items[0].ndim + 1 + self._dim)
+
+
+def stack_index(parts: tuple[Any, ...]) -> torch.Tensor:
+    """Return an index with one tensor per dim as one tensor, its parts broadcast as torch does when it indexes.
+
+    Args:
+        parts: Positions along each dim. Any shapes that broadcast together.
+
+    Returns:
+        Shape `(..., len(parts))`.
+
+    Raises:
+        NoRowError: The shapes do not broadcast together.
+    """
+    found = [torch.as_tensor(part) for part in parts]
+    try:
+        return torch.stack(torch.broadcast_tensors(*found), -1)
+    except RuntimeError as exc:
+        shapes = ", ".join(str(list(part.shape)) for part in found)
+        raise NoRowError(
+            f"the parts of the index have the shapes {shapes}, which do not broadcast together",
+            hint="give one tensor per dim, of shapes that broadcast, as torch indexing takes them",
+        ) from exc

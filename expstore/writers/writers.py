@@ -19,6 +19,7 @@ import torch
 
 from expstore.core.members import Members
 from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
+from expstore.data.containers import stack_index
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.ranking import rank_rows, reduce_values
@@ -72,14 +73,14 @@ class Writer(ABC):
 
         Args:
             index: Which places, as `extend` returns them. Any shape; `(..., ndim)`, or a tuple of `ndim`
-                tensors of any shape, where that is larger than 1.
+                tensors, which are broadcast together, where that is larger than 1.
 
         Returns:
             One number for each place, int64. Shape of `index`, without the last dim where `ndim` is larger
             than 1.
         """
         if isinstance(index, tuple):
-            index = torch.stack([torch.as_tensor(part) for part in index], -1)
+            index = stack_index(index)
         numbers = torch.as_tensor(index)
         storage = None if self._storage is None else self._storage()
         if storage is not None and storage.ndim > 1 and numbers.ndim > 1:

@@ -15,7 +15,7 @@ import expstore
 from expstore import ConditionalUpdateResult
 from expstore.buffers.sample_units import Sequence
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import NoRowError, NotFoundError, SchemaError, StateError
 from expstore.samplers import PrioritizedSampler
 from expstore.storages.memory import MemoryStorage
 from expstore.writers.writers import (
@@ -492,6 +492,31 @@ def test_cells_of_several_dims_keep_their_shape() -> None:
         rb.update_priority(index, torch.ones(6, 1))
     with pytest.raises(SchemaError, match="shape mismatch"):
         rb.update_if_present(id=ids, patch={"n": torch.zeros(3, 3, dtype=torch.int64)})
+
+
+def test_the_parts_of_an_index_are_broadcast() -> None:
+    rb = TensorDictReplayBuffer(
+        storage=MemoryStorage(24, ndim=2),
+        sampler=PrioritizedSampler(24, 1.0, 1.0),
+        writer=RoundRobinWriter(track_generations=True),
+        batch_size=6,
+        dim_extend=0,
+    )
+    number = torch.arange(12).reshape(4, 3)
+    rb.extend(TensorDict({"n": number}, [4, 3]))
+    index = (torch.arange(2)[:, None], torch.arange(3)[None])
+    assert rb.update_priority(index, 2.0 + number[:2]) == 6
+    assert rb.storage.priorities[:6].tolist() == [2, 3, 4, 5, 6, 7]
+    assert rb.update_priority((torch.arange(4), 1), torch.full((4,), 9.0)) == 4
+    assert rb.storage.priorities[:12].tolist()[1::3] == [9] * 4
+    generations = rb.writer.generations_of(index)
+    assert torch.equal(generations, torch.zeros(2, 3, dtype=torch.int64))
+    patch = {"n": number[:2] + 100}
+    found = rb.update_if_present(index=index, generation=generations, patch=patch)
+    assert found.updated.shape == (2, 3)
+    assert torch.equal(rb[:]["n"][:2], number[:2] + 100)
+    with pytest.raises(NoRowError, match=r"the shapes \[2\], \[3\], which do not broadcast"):
+        rb.update_priority((torch.arange(2), torch.arange(3)), torch.ones(3))
 
 
 def test_anchors_of_several_dims_are_found_by_as_many_numbers() -> None:
