@@ -33,7 +33,7 @@ from expstore.storages.factory import open_storage
 from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
-from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import LOCK
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
@@ -173,6 +173,7 @@ def open(
         StateError: The path is no folder's, the folder is in the way, or a setting contradicts the store. A
             store that was made for nothing is removed again.
         CorruptionError: The store is damaged.
+        QueryError: The condition of `retain` is not SQL, or names what the rows do not have.
         SchemaError: The specs are not those of the rows, or text cannot keep them.
 
     Example:
@@ -189,6 +190,7 @@ def open(
     sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
     text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
     path, mode = _find(path, mode, version)
+    _check_condition(retain, schema, path, mode)
     settings = replace(
         _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
         compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
@@ -267,6 +269,23 @@ def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any)
         raise ValueError("retain= says which rows are to leave, and with mode='r' none do; leave it out")
     if writer is not None and mode == "r":
         raise ValueError("writer= says where rows go, and with mode='r' none come; leave it out")
+
+
+def _check_condition(
+    retain: Retain | Mapping[str, Any] | None, schema: Schema | None, path: Path, mode: Mode
+) -> None:
+    """Raise QueryError if the condition of a policy is not SQL, or not over the fields, as far as these are known."""
+    where = None if retain is None else Retain.of(retain).where
+    if where is None:
+        return
+    from expstore.sql.expressions import Conditions  # loads DuckDB
+
+    disk = ReadingDisk()
+    if schema is None and mode == "a" and disk.exists(path / MANIFEST):
+        schema = Manifest.load(disk, path).schema
+    conditions = Conditions(where, None)
+    if schema is not None:
+        conditions.bind(schema)
 
 
 def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode]:

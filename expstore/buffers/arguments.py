@@ -85,11 +85,16 @@ def check_drawing(
     pin_memory: bool,
     *,
     device: torch.device | str | None = None,
-    limiter: RateLimiter | None = None,
+    limiter: Any = None,
     capacity: int | None = None,
 ) -> None:
-    """Raise ValueError for what no buffer can do, StateError for a device that is not there."""
+    """Raise ValueError for what no buffer can do, StateError for a device or a rate limiter that is not one."""
     if limiter is not None:
+        if not isinstance(limiter, RateLimiter):
+            raise StateError(
+                f"rate_limiter={limiter!r} is a {type(limiter).__name__}, not a RateLimiter",
+                hint="give a RateLimiter, MinSize or SampleToInsertRatio of expstore, or leave it out",
+            )
         limiter.check(capacity)
     check_batch_size(batch_size)
     if prefetch is not None and prefetch < 0:

@@ -1,6 +1,6 @@
-"""Paths as users give them: folders of this machine, and nothing else.
+"""Paths as users give them: files and folders of this machine, and nothing else.
 
-Used by `expstore.open`, before anything is touched.
+Used wherever a user names a file or a folder, before anything is touched.
 """
 
 from __future__ import annotations
@@ -13,29 +13,39 @@ from expstore.errors import StateError
 
 __all__ = ["local_path"]
 
-#: A text that names a scheme; and a Path made of one, which has lost a slash.
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_MANGLED = re.compile(
-    r"(https?|file|s3a?|gs|gcs|az|abfss?|adl|hdfs|ftp|sftp|ssh|r2|hf|memory):/(?!/)", re.IGNORECASE
-)
+#: A URL; or one of which a Path has taken a slash: a drive, as in c:/x, has one letter.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|([A-Za-z][A-Za-z0-9+.-]+):/(?=.)")
 
 
-def local_path(given: str | Path) -> Path:
+def local_path(given: str | os.PathLike[str]) -> Path:
     """Return a path with `~` expanded.
 
     Args:
-        given: What a user calls a store.
+        given: What a user calls a file or a folder.
 
     Raises:
-        StateError: It is a URL, or no path that a file system can have (kind "path").
+        StateError: It is a URL, not text or a path, or a path that no file system can have (kind "path").
     """
-    text = os.fspath(given)
-    if found := _URL.match(text) or (_MANGLED.match(text) if isinstance(given, Path) else None):
-        raise StateError(f"{text} is no folder on this machine", kind="path", hint=_instead(found[1].lower()))
+    try:
+        text = os.fspath(given)
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        raise StateError(
+            f"{given!r} is a {type(given).__name__}, not a path",
+            kind="path",
+            hint="give a str or a pathlib.Path; os.fsdecode(path) makes a str of bytes",
+        )
+    if found := _URL.match(text):
+        raise StateError(
+            f"{text} is a URL, not a path on this machine",
+            kind="path",
+            hint=_instead((found[1] or found[2]).lower()),
+        )
     if "\0" in text:
         raise StateError(f"{text!r} has a NUL character", kind="path", hint="give the path of a folder")
     try:
-        return Path(given).expanduser()
+        return Path(text).expanduser()
     except RuntimeError as exc:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
 
@@ -45,4 +55,7 @@ def _instead(scheme: str) -> str:
         return "expstore.connect(url) uses a store that `expstore serve` serves"
     if scheme == "file":
         return "leave out file://"
-    return f"{scheme}:// is not supported; copy the store to a local folder, and open it there"
+    return (
+        f"{scheme}:// is not supported; give a local path, and copy the files to or from it. For a folder called "
+        f"'{scheme}:' give the absolute path"
+    )

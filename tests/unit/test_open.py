@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import expstore
-from expstore.errors import CorruptionError, LockedError, SchemaError, StateError
+from expstore.core.rate_limiters import MinSize
+from expstore.errors import CorruptionError, LockedError, QueryError, SchemaError, StateError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import MANIFEST
 from tests.support import warm_processes
@@ -75,6 +76,11 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"meta": {1: "a"}}, SchemaError, "meta"),
     ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
+    ({"rate_limiter": "x"}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
+    ({"rate_limiter": MinSize}, StateError, "not a RateLimiter"),
+    ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is no SQL expression"),
+    ({"retain": {"where": "a > (SELECT 1)"}}, QueryError, "a subquery is not allowed"),
+    ({"retain": {"where": "x > 1"}, "schema": {"a": "int64"}}, QueryError, "x"),
 ]
 
 
@@ -91,6 +97,26 @@ def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
         assert read_files(store_path, "LOCK") == before, options
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(1, key="a"))  # nobody holds it
+
+
+def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_path: Path) -> None:
+    with expstore.open(store_path, retain={"where": "a > 1"}) as rb:  # fields are not known yet
+        rb.extend(numbered_rows(4, key="a"))
+    before = read_files(store_path, "LOCK")
+    with pytest.raises(QueryError, match="nothing"):
+        expstore.open(store_path, retain={"where": "nothing > 1"})
+    assert read_files(store_path, "LOCK") == before
+    with expstore.open(store_path, retain={"where": "a > 2"}) as rb:
+        assert rb.retained == expstore.Retain(where="a > 2")
+
+
+@pytest.mark.parametrize("given", [b"run.exp", 3, None])
+def test_a_path_that_is_no_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(store_path.parent)
+    with pytest.raises(StateError, match="give a str or a pathlib.Path") as caught:
+        expstore.open(given)
+    assert caught.value.kind == "path"
+    assert os.listdir() == []
 
 
 def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
@@ -363,9 +389,9 @@ def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for url in ("http://localhost:8420", "s3://bucket/run.exp"):
-        with pytest.raises(StateError, match="is no folder on this machine"):
+        with pytest.raises(StateError, match="is a URL, not a path on this machine"):
             expstore.open(url)
-        with pytest.raises(StateError, match="is no folder on this machine"):
+        with pytest.raises(StateError, match="is a URL, not a path on this machine"):
             expstore.open("run.exp", capacity=3, archive=url)
     assert os.listdir(tmp_path) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,15 @@ from expstore.errors import StateError
         ("http://host:8420/name", "expstore.connect"),
         ("https://host/name", "expstore.connect"),
         ("HTTPS://host/name", "expstore.connect"),
-        ("s3://bucket/key", "copy the store to a local folder"),
-        ("gs://bucket/key", "copy the store to a local folder"),
-        ("anything+at-all.1://x", "copy the store to a local folder"),
+        ("s3://bucket/key", "give a local path"),
+        ("gs://bucket/key", "give a local path"),
+        ("anything+at-all.1://x", "give a local path"),
         ("file:///tmp/x", "leave out file://"),
-        (Path("s3://bucket/key"), "copy the store to a local folder"),
+        (Path("s3://bucket/key"), "give a local path"),
         (Path("http://host"), "expstore.connect"),
+        (Path("foo://b/k"), "foo:// is not supported; give a local path"),
+        (Path("anything+at-all.1://x"), "give a local path"),
+        ("foo:/b/k", "give the absolute path"),
     ],
 )
 def test_a_url_is_refused_with_what_to_use(given: str | Path, instead: str) -> None:
@@ -31,7 +35,7 @@ def test_a_url_is_refused_with_what_to_use(given: str | Path, instead: str) -> N
 
 
 @pytest.mark.parametrize(
-    "given", ["a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c"]
+    "given", ["a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c", "foo:", "/foo:/b"]
 )
 def test_a_path_stays_as_it_is(given: str) -> None:
     assert local_path(given) == Path(given)
@@ -44,6 +48,13 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_path(Path("~/a")) == Path("/home/somebody/a")
     with pytest.raises(StateError, match="write the path without ~"):
         local_path("~no_such_user/a")
+
+
+@pytest.mark.parametrize("given", [b"a", 3, None])
+def test_what_is_no_path(given: Any) -> None:
+    with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; give a str") as caught:
+        local_path(given)
+    assert caught.value.kind == "path"
 
 
 def test_what_no_file_can_be_called() -> None:
