@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from expstore.core.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
+from expstore.disk.local_path import local_path
 from expstore.errors import StateError
 
 __all__ = ["Settings"]
@@ -83,9 +84,10 @@ class Settings:
         """Look whether the tokens protect what they seem to, and the numbers go together.
 
         Raises:
-            StateError: The tokens do not.
+            StateError: The tokens do not, or the path is a URL.
             ValueError: The numbers do not.
         """
+        object.__setattr__(self, "path", local_path(self.path))
         self.limiter()
         if not self.session_timeout > 0:
             raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")

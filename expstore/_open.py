@@ -274,7 +274,7 @@ def _check_reading(mode: Mode, writer: Writer | None, retain: Any, archive: Any)
 def _check_condition(
     retain: Retain | Mapping[str, Any] | None, schema: Schema | None, path: Path, mode: Mode
 ) -> None:
-    """Raise QueryError if the condition of a policy is not SQL, or not over the fields, as far as these are known."""
+    """Raise QueryError if a policy's condition is not SQL, or not over the fields if they are known."""
     where = None if retain is None else Retain.of(retain).where
     if where is None:
         return

@@ -88,7 +88,7 @@ def check_drawing(
     limiter: Any = None,
     capacity: int | None = None,
 ) -> None:
-    """Raise ValueError for what no buffer can do, StateError for a device or a rate limiter that is not one."""
+    """Raise ValueError for what no buffer can do, StateError for a missing device or what is no limiter."""
     if limiter is not None:
         if not isinstance(limiter, RateLimiter):
             raise StateError(

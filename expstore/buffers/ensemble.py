@@ -29,6 +29,7 @@ from expstore.buffers.torchrl_service import Direct
 from expstore.core.members import find_members
 from expstore.core.values import IntArray
 from expstore.data.containers import stack
+from expstore.disk.local_path import local_path
 from expstore.errors import StateError
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
@@ -508,13 +509,15 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
 
     def dumps(self, path: str | Path) -> None:
         """Make a version of each member, in a folder below `path` that is named by its number."""
+        path = local_path(path)
         for number, rb in enumerate(self._rbs):
-            rb.dumps(Path(path) / str(number))
+            rb.dumps(path / str(number))
 
     def loads(self, path: str | Path) -> None:
         """Put the newest version of each member below `path` in the place of what it holds."""
+        path = local_path(path)
         for number, rb in enumerate(self._rbs):
-            rb.loads(Path(path) / str(number))
+            rb.loads(path / str(number))
 
     dump, save, load = dumps, dumps, loads
 

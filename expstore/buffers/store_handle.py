@@ -21,6 +21,7 @@ from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
 from expstore.buffers.retention import Retention, retention_of
 from expstore.core.retention_policy import Retain
+from expstore.disk.local_path import local_path
 from expstore.episodes.annotations import merge_info, pack_info
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
@@ -276,7 +277,7 @@ class StoreHandle:
             StateError: The store is closed, or open for reading only.
         """
         storage = self._storage
-        folder = find_version(storage.disk, Path(path), version)
+        folder = find_version(storage.disk, local_path(path), version)
         storage.load_version(folder)
         self._set_sampler(Version.load(storage.disk, folder).sampler)
         storage.tell_holders()

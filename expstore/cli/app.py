@@ -25,6 +25,7 @@ from expstore.cli.datasets import datasets
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
+from expstore.cli.paths import to_local
 from expstore.errors import (
     CorruptionError,
     ExpStoreError,
@@ -53,7 +54,7 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Stores = Annotated[list[Path], typer.Argument(metavar="PATH", help="The stores' folders.")]
+Stores = Annotated[list[Path], typer.Argument(callback=to_local, metavar="PATH", help="The stores' folders.")]
 
 
 class Policy(StrEnum):
@@ -194,7 +195,9 @@ def _root(
 )
 def collect(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The store; made if it is missing.")],
+    path: Annotated[
+        Path, typer.Argument(callback=to_local, metavar="PATH", help="The store; made if it is missing.")
+    ],
     steps: Annotated[int, typer.Option(min=1, help="Transitions to add, or a few more.")],
     envs: Annotated[int, typer.Option(min=1, help="Environments that run side by side.")] = 8,
     capacity: Annotated[
@@ -369,7 +372,7 @@ def sql(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: Json = False,
     parquet: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a Parquet file instead.")
+        Path | None, typer.Option(callback=to_local, metavar="FILE", help="Write a Parquet file instead.")
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help=f"Most rows; {TABLE_ROWS} in a table, else all.")

@@ -14,11 +14,12 @@ import typer
 
 from expstore.cli.exit_codes import DAMAGED, FAILED
 from expstore.cli.output import print_json
+from expstore.cli.paths import to_local
 from expstore.exchange.progress_bar import show_progress
 
 __all__ = ["repair", "verify"]
 
-Store = Annotated[Path, typer.Argument(metavar="PATH", help="The store's folder.")]
+Store = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The store's folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.output import print_json
+from expstore.cli.paths import to_local
 
 if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_column", "drop_column"]
 
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
+Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The field; groups are parted by dots.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -15,6 +15,7 @@ import typer
 from expstore.cli.exit_codes import USAGE
 from expstore.cli.info import facts_of, show_facts
 from expstore.cli.output import print_json, print_table, size_text
+from expstore.cli.paths import to_local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +31,8 @@ datasets = typer.Typer(
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As in d4rl:hopper-medium-v2.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Root = Annotated[
-    Path | None, typer.Option("--root", metavar="FOLDER", help="Folder of the collection; see above.")
+    Path | None,
+    typer.Option("--root", callback=to_local, metavar="FOLDER", help="Folder of the collection; see above."),
 ]
 
 
@@ -110,7 +112,12 @@ def fetch(
     name: Name,
     source: Annotated[
         Path | None,
-        typer.Option("--source", metavar="PATH", help="Files of the public source; nothing is fetched then."),
+        typer.Option(
+            "--source",
+            callback=to_local,
+            metavar="PATH",
+            help="Files of the public source; nothing is fetched then.",
+        ),
     ] = None,
     mirror: Annotated[
         str | None, typer.Option("--mirror", metavar="URL", help="Address in place of the public one.")

@@ -13,6 +13,7 @@ import typer
 
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json, size_text
+from expstore.cli.paths import to_local
 from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, lost_by
 from expstore.exchange.progress_bar import show_progress
 
@@ -39,9 +40,14 @@ IMPORT_NOTES = (
 
 
 Store = Annotated[
-    Path, typer.Argument(metavar="STORE", help="A store, also one in use; a version; a folder of versions.")
+    Path,
+    typer.Argument(
+        callback=to_local, metavar="STORE", help="A store, also one in use; a version; a folder of versions."
+    ),
 ]
-Out = Annotated[Path, typer.Argument(metavar="OUT", help="What is made; must not be there yet.")]
+Out = Annotated[
+    Path, typer.Argument(callback=to_local, metavar="OUT", help="What is made; must not be there yet.")
+]
 AsArrow = Annotated[
     bool, typer.Option("--arrow", help="A folder: rows.arrow, episodes.arrow, of Arrow's IPC.")
 ]
@@ -152,8 +158,12 @@ def _tell(done: Exported) -> None:
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or folder of another format.")],
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store; must not be there yet.")],
+    source: Annotated[
+        Path, typer.Argument(callback=to_local, metavar="SOURCE", help="A file or folder of another format.")
+    ],
+    store: Annotated[
+        Path, typer.Argument(callback=to_local, metavar="STORE", help="The store; must not be there yet.")
+    ],
     form: Annotated[
         str | None,
         typer.Option(

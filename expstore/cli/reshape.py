@@ -14,6 +14,7 @@ import typer
 
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json
+from expstore.cli.paths import to_local
 from expstore.errors import StateError
 from expstore.exchange.progress_bar import show_progress
 
@@ -26,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def resize(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")],
+    store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
     capacity: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most rows from now on.")] = None,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="As many rows as come.")] = False,
     yes: Annotated[
@@ -61,9 +62,15 @@ def resize(
 def merge(
     stores: Annotated[
         list[Path],
-        typer.Argument(metavar="STORE...", help="Stores, in this order; versions; folders of versions."),
+        typer.Argument(
+            callback=to_local,
+            metavar="STORE...",
+            help="Stores, in this order; versions; folders of versions.",
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="OUT", help="The new store; must not be there yet.")],
+    out: Annotated[
+        Path, typer.Option(callback=to_local, metavar="OUT", help="The new store; must not be there yet.")
+    ],
     capacity: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Most rows, the last ones; all without it.")
     ] = None,

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from expstore.cli.output import print_json, size_text
+from expstore.cli.paths import to_local
 
 __all__ = ["retain"]
 
 
 def retain(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")],
+    store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
     size: Annotated[
         str | None, typer.Option("--bytes", metavar="SIZE", help="The rows that stay take at most so much.")
     ] = None,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expstore.cli.paths import to_local
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
@@ -33,8 +34,13 @@ GRACE_SECONDS = 10.0
 
 _Host = Annotated[str, typer.Option(help="The address to listen on.")]
 _Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
-_Token = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read and write.")]
-_ReadToken = Annotated[Path | None, typer.Option(metavar="FILE", help="Who sends this token may read.")]
+_Token = Annotated[
+    Path | None,
+    typer.Option(callback=to_local, metavar="FILE", help="Who sends this token may read and write."),
+]
+_ReadToken = Annotated[
+    Path | None, typer.Option(callback=to_local, metavar="FILE", help="Who sends this token may read.")
+]
 _ReadOnly = Annotated[bool, typer.Option("--read-only", help="Follow stores, which others may write to.")]
 _Hosts = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
@@ -51,7 +57,9 @@ _Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON p
 
 
 def serve(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A store, or a folder of stores.")],
+    path: Annotated[
+        Path, typer.Argument(callback=to_local, metavar="PATH", help="A store, or a folder of stores.")
+    ],
     host: _Host = "127.0.0.1",
     port: _Port = 8420,
     token_file: _Token = None,

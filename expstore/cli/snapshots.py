@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from expstore.cli.output import iso_text, local_text, print_json, print_table, size_text
+from expstore.cli.paths import to_local
 
 if TYPE_CHECKING:
     from expstore.storages.snapshots.catalog import Version
@@ -21,8 +22,8 @@ __all__ = ["dumps", "loads", "versions"]
 
 KEEP = 5
 
-Store = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
-Place = Annotated[Path, typer.Argument(metavar="PATH", help="The folder of versions.")]
+Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
+Place = Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The folder of versions.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -471,7 +471,7 @@ class _Objects(Form):
 
 
 def stack_index(parts: tuple[Any, ...]) -> torch.Tensor:
-    """Return an index with one tensor per dim as one tensor, its parts broadcast as torch does when it indexes.
+    """Return the parts of an index, one per dim, as one tensor; they are broadcast as in torch indexing.
 
     Args:
         parts: Positions along each dim. Any shapes that broadcast together.
@@ -484,10 +484,11 @@ def stack_index(parts: tuple[Any, ...]) -> torch.Tensor:
     """
     found = [torch.as_tensor(part) for part in parts]
     try:
-        return torch.stack(torch.broadcast_tensors(*found), -1)
-    except RuntimeError as exc:
+        shape = np.broadcast_shapes(*(part.shape for part in found))
+    except ValueError as exc:
         shapes = ", ".join(str(list(part.shape)) for part in found)
         raise NoRowError(
             f"the parts of the index have the shapes {shapes}, which do not broadcast together",
             hint="give one tensor per dim, of shapes that broadcast, as torch indexing takes them",
         ) from exc
+    return torch.stack([part.expand(shape) for part in found], -1)

@@ -167,8 +167,8 @@ class Hdf5EpisodesReader(_GroupedReader):
       their names; other values and text are left out.
     - `episode`: number of the episode, from 0. Attributes of a group are facts about its episode.
 
-    Groups are `Trial0`, `episode_0`, `demo_0` and the like, or plain numbers, at the top of the file or in one
-    group there.
+    Groups are `Trial0`, `episode_0`, `demo_0` and the like, or plain numbers, at the top of the file or in
+    one group there.
 
     Args:
         source: The file.

@@ -52,7 +52,7 @@ def data_folder(name: str = "") -> Path:
     The environment variable `EXPSTORE_DATA` replaces `~/.cache/expstore`.
     """
     base = os.environ.get("EXPSTORE_DATA")
-    folder = Path(base).expanduser() if base else Path.home() / ".cache" / "expstore"
+    folder = local_path(base) if base else Path.home() / ".cache" / "expstore"
     return folder / name if name else folder
 
 

@@ -37,8 +37,9 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             hint="give a str or a pathlib.Path; os.fsdecode(path) makes a str of bytes",
         )
     if found := _URL.match(text):
+        shown = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
         raise StateError(
-            f"{text} is a URL, not a path on this machine",
+            f"{shown} is a URL, not a path on this machine",
             kind="path",
             hint=_instead((found[1] or found[2]).lower()),
         )
@@ -56,6 +57,6 @@ def _instead(scheme: str) -> str:
     if scheme == "file":
         return "leave out file://"
     return (
-        f"{scheme}:// is not supported; give a local path, and copy the files to or from it. For a folder called "
-        f"'{scheme}:' give the absolute path"
+        f"{scheme}:// is not supported; give a local path, and copy the files to or from it "
+        f"(for a folder called '{scheme}:' give the absolute path)"
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.exchange.base import Exported, Progress, names_of, sync_tree
 from expstore.exchange.format_limits import lost_by
 from expstore.exchange.row_pieces import Piece, mean_bytes
@@ -118,10 +119,11 @@ def exporting(
         SchemaError: There is no such field, or one that the format has no form for.
         ExpStoreError: As `rows.opened` and `Rows.choose`.
     """
+    path = local_path(target)
     with opened(source, version) as storage:
         rows = Rows.choose(storage, fields=fields, episodes=episodes)
         rows.refuse_objects(_TITLES[name], any_length=any_length)
-        yield Export(name, rows, Path(target), disk or Disk())
+        yield Export(name, rows, path, disk or Disk())
 
 
 class Tally:

@@ -16,6 +16,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -156,10 +157,11 @@ def import_hdf5(
         >>> import_hdf5("hopper_medium-v2.hdf5", "hopper.exp").rows
         1000000
     """
-    with reading_hdf5(Path(source)) as file:
+    path, target = local_path(source), local_path(target)
+    with reading_hdf5(path) as file:
         return fill_flat(
-            _Reader(file, Path(source)),
-            Path(target),
+            _Reader(file, path),
+            target,
             given=names or {},
             capacity=capacity,
             progress=progress,
@@ -204,8 +206,8 @@ class _Reader:
             _refuse_groups_of_episodes(file, path)
             if alike := _find_alike(file):
                 self.notes.append(
-                    f"{', '.join(alike[:3])}{', ...' if alike[3:] else ''} are read as fields of the same rows, "
-                    "as of agents; if each group is an episode, rename the groups to episode_0, episode_1, ..."
+                    f"{', '.join(alike[:3])}{', ...' if alike[3:] else ''} are read as fields of the same "
+                    "rows, as of agents; if each group is an episode, rename it: episode_0, episode_1, ..."
                 )
         for name, dataset in datasets_in(file):
             if name.split("/")[0] == _METADATA:

@@ -17,6 +17,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import (
     DiskFile,
@@ -173,13 +174,13 @@ def import_npz(
         >>> import_npz("hopper.npz", "hopper.exp").rows
         1000
     """
-    path = Path(source)
+    path, target = local_path(source), local_path(target)
     with ExitStack() as stack:
         try:
             reader = _Reader(path, stack)
             return fill_flat(
                 reader,
-                Path(target),
+                target,
                 given=names or {},
                 capacity=capacity,
                 progress=progress,

@@ -18,6 +18,7 @@ import numpy as np
 
 from expstore.core.values import IntArray, Window, key_name
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
@@ -68,7 +69,7 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Stor
         with _asked(storage):
             yield storage
         return
-    disk, path = Disk(), Path(source)
+    disk, path = Disk(), local_path(source)
     found = store_meant(disk, path) if version is None else find_version(disk, path, version)
     storage = FollowerStorage(found)
     try:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import OPEN
 from expstore.episodes.table import STATUS
@@ -88,12 +89,12 @@ def import_parquet(
         >>> import_parquet("rows.parquet", "again.exp").rows
         1000
     """
-    source = Path(source)
+    source, target = local_path(source), local_path(target)
     files = _parquet_files(source)
     with ExitStack() as opened:
         parts = [ParquetPart(path, opened) for path in files]
         facts = _read_facts(source / "episodes.parquet", pq.read_table)
-        return _fill(parts, facts, Path(target), capacity, storage, progress, tell, disk or Disk())
+        return _fill(parts, facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def import_arrow(
@@ -124,12 +125,12 @@ def import_arrow(
         >>> import_arrow("rows.arrow", "again.exp").rows
         1000
     """
-    source = Path(source)
+    source, target = local_path(source), local_path(target)
     path = source / "rows.arrow" if _is_folder(source) else source
     with ExitStack() as opened:
         part = ArrowPart(path, opened)
         facts = _read_facts(source / "episodes.arrow", lambda file: pa.ipc.open_file(file).read_all())
-        return _fill([part], facts, Path(target), capacity, storage, progress, tell, disk or Disk())
+        return _fill([part], facts, target, capacity, storage, progress, tell, disk or Disk())
 
 
 def _is_folder(path: Path) -> bool:

@@ -21,6 +21,7 @@ from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.atomic_build import making
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End
 from expstore.errors import LockedError, SchemaError, StateError
@@ -120,10 +121,10 @@ def merge(
         >>> expstore.merge(["runs/a.exp", "runs/b.exp"], out="runs/both.exp").rows
         20000
     """
-    disk, target = disk or Disk(), Path(out)
+    disk, target = disk or Disk(), local_path(out)
     if capacity is not None and (capacity := operator.index(capacity)) < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
-    found = [store_meant(disk, Path(path)) for path in paths]
+    found = [store_meant(disk, local_path(path)) for path in paths]
     _check_paths(found)
     check_target(disk, target)
     with ExitStack() as stack:

@@ -17,6 +17,7 @@ import numpy as np
 from expstore.core.id_set import Gaps
 from expstore.core.values import Runs, key_name, merge_runs
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import CorruptionError, StateError
 from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log
@@ -89,7 +90,7 @@ def repair(
         CorruptionError: It cannot be opened even after the repair.
         StorageError: The disk failed; run it again.
     """
-    disk = disk or Disk()
+    disk, path = disk or Disk(), local_path(path)
     path = disk.follow_link(path)
     if disk.exists(path / VERSION):
         raise StateError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest
@@ -98,7 +99,7 @@ def planned(
     Yields:
         What would become of it, and what does so; nothing has changed before.
     """
-    disk, path = disk or Disk(), Path(path)
+    disk, path = disk or Disk(), local_path(path)
     if capacity is not None and (capacity := operator.index(capacity)) < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     Manifest.load(disk, path)  # a new store is not what is asked for

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError
 from expstore.sql.migrate import migrations, steps_in
 from expstore.sql.sync import Catalog
@@ -58,7 +59,7 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
         LockedError: Somebody has it open for writing, or the index open in another program.
         CorruptionError: It is damaged.
     """
-    disk = disk or Disk()
+    disk, path = disk or Disk(), local_path(path)
     written, steps, index = format_of(disk, path), migrations(), index_path(path)
     found = steps_in(index, steps) if index is not None and disk.exists(index) else None
     acts: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any
 import google_crc32c
 
 from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
 from expstore.errors import CorruptionError, LockedError, StorageError
 from expstore.maintenance.blocks import check_blocks, check_metadata, read_column
 from expstore.maintenance.findings import Finding, Inspection, Progress
@@ -96,7 +97,7 @@ def archived(finding: Finding, noted: str) -> Finding:
 
 def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
     """Do as `verify`; return all that was learned."""
-    disk = disk or ReadingDisk()
+    disk, path = disk or ReadingDisk(), local_path(path)
     path = disk.follow_link(path)
     disk.check_tree(path, but={OWN_FOLDER})
     _refuse_writer(disk, path)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from expstore.disk.local_path import local_path
 from expstore.errors import StorageError
 
 __all__ = ["Result"]
@@ -85,8 +86,10 @@ class Result:
         """Write the rows to a Parquet file, replacing one of that name.
 
         Raises:
+            StateError: The path is a URL.
             StorageError: The file cannot be written, or Parquet has no form for a column's type.
         """
+        path = local_path(path)
         try:
             pq.write_table(self._table, path)
         except (OSError, pa.ArrowException) as exc:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.zarr import ZarrStorage
@@ -32,7 +33,7 @@ def open_storage(
         CorruptionError: The store is damaged.
     """
     settings, _disk = settings or Settings(), ReadingDisk()
-    path = _disk.follow_link(path)
+    path = _disk.follow_link(local_path(path))
     kind = settings.storage
     if kind is None and settings.mode != "w" and _disk.exists(path / MANIFEST):
         kind = Manifest.load(_disk, path).storage

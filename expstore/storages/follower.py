@@ -18,6 +18,7 @@ import numpy as np
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
+from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import Owner, read_owner
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
@@ -155,7 +156,7 @@ class FollowerStorage(FolderStorage):
         origin: Origin | None = None,
     ) -> None:
         disk, settings = disk or ReadingDisk(), settings or Settings(mode="r")
-        path = disk.follow_link(Path(path))
+        path = disk.follow_link(local_path(path))
         self._origin = origin or Origin(path, settings.seed)
         self.own_seed = settings.seed
         self._chronicle: Chronicle | None = None

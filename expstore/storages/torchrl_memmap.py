@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from expstore.disk.files import Disk, File
+from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
@@ -110,12 +111,13 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         self._owner = os.getpid()
         self._removes = scratch_dir is None if auto_cleanup is None else auto_cleanup
         self._removed = True  # until there is something to remove
-        disk = _ScratchDisk() if scratch_dir is None else Disk()
-        known = scratch_dir is not None and disk.exists(Path(scratch_dir) / MANIFEST)
-        if known and not existsok and (auto_cleanup or Manifest.load(disk, Path(str(scratch_dir))).schema):
-            raise _in_the_way(str(scratch_dir))
+        folder = None if scratch_dir is None else local_path(scratch_dir)
+        disk = _ScratchDisk() if folder is None else Disk()
+        known = folder is not None and disk.exists(folder / MANIFEST)
+        if folder and known and not existsok and (auto_cleanup or Manifest.load(disk, folder).schema):
+            raise _in_the_way(str(folder))
         settings = Settings(seed=None if known else find_seed(seed))
-        path = disk.make_temp_dir("expstore-") if scratch_dir is None else Path(scratch_dir)
+        path = disk.make_temp_dir("expstore-") if folder is None else folder
         try:
             super().__init__(path, operator.index(max_size), settings=settings, ndim=ndim, disk=disk)
         except BaseException:

@@ -18,6 +18,7 @@ from expstore.datasets.download import HUGGING_FACE, RemoteFile, list_hugging_fa
 from expstore.datasets.minari_folder import MinariReader
 from expstore.datasets.origin import Download, Origin
 from expstore.disk.files import ReadingDisk
+from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, RemoteError
 from expstore.samplers.base import Sampler
 from expstore.specs.base import TensorSpec
@@ -161,7 +162,7 @@ class MinariExperienceReplay(BaseDatasetExperienceReplay):
 
 def _local_folder(dataset_id: str) -> Path:
     base = os.environ.get("MINARI_DATASETS_PATH") or "~/.minari/datasets"
-    folder = Path(base).expanduser() / dataset_id
+    folder = local_path(base) / dataset_id
     disk = ReadingDisk()
     if not disk.exists(folder):
         raise FileNotFoundError(f"{folder} does not exist in local Minari cache!")

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from expstore import errors
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotReadyError, QueryError, StateError
 from expstore.sql.sandbox.pipes import PipeError, receive, send
 from expstore.storages.snapshots.catalog import store_meant
@@ -136,7 +137,7 @@ class SqlWorker:
         limits: SqlLimits | None = None,
         drain: Callable[[], object] | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         self.limits = limits or SqlLimits()
         self._drain = drain
         self._pool = _Pool(store_meant(Disk(), self.path).absolute(), self.limits)

@@ -25,6 +25,7 @@ from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.checkpointed import Checkpoint, Checkpointed
 from expstore.disk.files import Disk, File
+from expstore.disk.local_path import local_path
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
@@ -112,7 +113,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         segment_bytes: int | None = None,
     ) -> None:
         disk, settings = disk or Disk(), (settings or Settings()).with_leaving(retain)
-        path = disk.follow_link(Path(path))
+        path = disk.follow_link(local_path(path))
         asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
         settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
         durable = settings.durability == "sync"

@@ -19,6 +19,7 @@ import google_crc32c
 
 from expstore.disk.bulk_files import remove_files
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.errors import CorruptionError, NotFoundError, SnapshotError
 from expstore.storages.format.manifest import MANIFEST
 from expstore.storages.format.paths import VERSION
@@ -178,7 +179,7 @@ def versions(path: str | Path) -> list[Version]:
         >>> for version in expstore.versions("backup"):
         ...     print(version.number, version.rows)
     """
-    disk, path = Disk(), Path(path)
+    disk, path = Disk(), local_path(path)
     if not disk.exists(path):
         raise NotFoundError(f"{path} does not exist")
     found = list_versions(disk, place_of(disk, path))

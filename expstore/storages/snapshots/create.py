@@ -23,6 +23,7 @@ from expstore.core import tuning
 from expstore.core.values import Array, key_name
 from expstore.disk.bulk_files import Links, read_all, start_links, sync_paths
 from expstore.disk.files import Disk
+from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
@@ -96,7 +97,7 @@ def dump(
     storage.check_writable()
     _refuse_objects(storage)
     storage.before_dump()
-    disk, place = storage.disk, Path(path)
+    disk, place = storage.disk, local_path(path)
     _make_place(disk, place)
     with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
         remove_scraps(disk, place)

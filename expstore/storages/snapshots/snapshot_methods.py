@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from expstore.disk.local_path import local_path
 from expstore.storages.base import Storage
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.create import dump
@@ -62,7 +63,7 @@ class VersionedStorage(Storage):
             CorruptionError: The version is damaged.
             StateError: The storage is closed.
         """
-        self.load_version(find_version(self.disk, Path(path), version))
+        self.load_version(find_version(self.disk, local_path(path), version))
         self.tell_holders()
 
     def load(self, path: str | Path, version: int | str | None = None) -> None:

@@ -35,7 +35,8 @@ def test_a_url_is_refused_with_what_to_use(given: str | Path, instead: str) -> N
 
 
 @pytest.mark.parametrize(
-    "given", ["a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c", "foo:", "/foo:/b"]
+    "given",
+    ["a", "/a/b", ":memory:", "a?b", "a\\b", "c:/x", "a:b", "1://x", "md:x", "a/b://c", "foo:", "/foo:/b"],
 )
 def test_a_path_stays_as_it_is(given: str) -> None:
     assert local_path(given) == Path(given)

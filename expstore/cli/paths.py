@@ -1,0 +1,23 @@
+"""Paths on the command line: files and folders of this machine.
+
+Used by the commands as the callback of their arguments and options.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from expstore.disk.local_path import local_path
+
+__all__ = ["to_local"]
+
+
+def to_local(value: Path | list[Path] | None) -> Path | list[Path] | None:
+    """Return what was given with `~` expanded.
+
+    Raises:
+        StateError: It is a URL.
+    """
+    if value is None:
+        return None
+    return [local_path(path) for path in value] if isinstance(value, list) else local_path(value)
