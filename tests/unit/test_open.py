@@ -15,7 +15,7 @@ import torch
 
 import expstore
 from expstore.core.rate_limiters import MinSize
-from expstore.errors import CorruptionError, LockedError, QueryError, SchemaError, StateError
+from expstore.errors import CorruptionError, LockedError, QueryError, SchemaError, SnapshotError, StateError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.format.manifest import MANIFEST
 from tests.support import warm_processes
@@ -248,6 +248,49 @@ def test_a_store_without_its_journal_is_damaged(store_path: Path) -> None:
     for _ in range(2):  # a failed opening holds no lock
         with pytest.raises(CorruptionError, match="journal has no segment"):
             expstore.open(store_path)
+
+
+@pytest.mark.parametrize("below", ["versions", "x", "columns/a", "a/b/c"])
+@pytest.mark.parametrize("make", [expstore.open, expstore.ZarrStorage, expstore.ArrowStorage])
+def test_a_store_inside_a_store_is_refused(store_path: Path, make: Any, below: str) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+    before = read_files(store_path, "LOCK")
+    with pytest.raises(StateError, match=f"would lie inside the store {store_path}; choose a path") as caught:
+        make(store_path / below)
+    assert caught.value.kind == "path"
+    assert read_files(store_path, "LOCK") == before
+    assert not (store_path / below).is_dir() or below == "columns/a"
+    with expstore.open(store_path) as rb:
+        rb.tag("t")
+        with expstore.open(store_path, version="t", mode="r") as tagged:
+            assert len(tagged) == 4
+        with expstore.open(store_path / "versions", mode="r") as tagged:
+            assert len(tagged) == 4
+
+
+def test_a_store_inside_a_version_is_refused(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+        version = rb.dumps(store_path.with_name("backup"))
+    with pytest.raises(StateError, match=f"would lie inside the store {version.path}"):
+        expstore.open(version.path / "x")
+
+
+def test_an_archive_and_versions_inside_another_store_are_refused(store_path: Path) -> None:
+    expstore.open(store_path).close()
+    other = store_path.with_name("other.exp")
+    with pytest.raises(StateError, match=f"would lie inside the store {store_path}"):
+        expstore.open(other, capacity=4, archive=store_path / "old.exp")
+    assert os.listdir(store_path.parent) == ["run.exp"]
+    with expstore.open(other) as rb:
+        rb.extend(numbered_rows(4, key="a"))
+        for folder in (store_path / "x", other / "x", other / "versions" / "x"):
+            with pytest.raises(SnapshotError, match="would lie inside the store"):
+                rb.dumps(folder)
+        rb.dumps(other / "versions")
+        rb.tag("t")
+    assert len(expstore.versions(other)) == 2
 
 
 # ---------------------------------------------------------------------------------------------------

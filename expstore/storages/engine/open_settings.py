@@ -31,7 +31,7 @@ from expstore.schema.spec_text import check_specs, same_specs
 from expstore.storages.base import REWARD
 from expstore.storages.folder import refuse_objects
 from expstore.storages.format.layout import ColumnLayout
-from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.manifest import MANIFEST, Manifest, check_outside
 from expstore.storages.format.paths import REPAIR, VERSION
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.snapshots.catalog import OWN_FOLDER
@@ -132,6 +132,8 @@ def enter(
         raise StateError(
             f"{path} is a version, which is only read", hint="open it with mode='r', or loads() it"
         )
+    if settings.mode == "w" or not disk.exists(path / MANIFEST):
+        check_outside(disk, path)
     disk.check_tree(path, but=_OTHER_STORES)
     exists = _look(disk, path)
     if exists and settings.mode == "x":
@@ -181,7 +183,10 @@ def _check_archive(
         )
     if new and capacity is None:
         raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")
-    if new and disk.exists(place / MANIFEST):
+    is_store = disk.exists(place / MANIFEST)
+    if not is_store:
+        check_outside(disk, place)
+    if new and is_store:
         raise StateError(
             f"{place} is a store, and no archive of a new one",
             kind="mismatch",

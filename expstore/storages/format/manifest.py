@@ -26,7 +26,16 @@ from expstore.errors import CorruptionError, MigrationError, NotFoundError, Stat
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.schema import Schema
 
-__all__ = ["FORMAT", "MANIFEST", "UPGRADES", "Manifest", "check_target", "format_of"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "UPGRADES",
+    "Manifest",
+    "check_outside",
+    "check_target",
+    "format_of",
+    "store_around",
+]
 
 #: What is written. A library reads this format and those that `UPGRADES` leads here from; others it refuses.
 FORMAT = 1
@@ -269,6 +278,23 @@ def check_target(disk: Disk, target: Path) -> None:
     folder = target.resolve().parent
     if not disk.is_dir(folder):
         raise NotFoundError(f"there is no folder {folder} in which to make {target.name}", hint="make it")
-    for above in (folder, *folder.parents):
-        if disk.exists(above / MANIFEST):
-            raise StateError(f"{target} would lie inside the store {above}", hint="choose another path")
+    check_outside(disk, target)
+
+
+def check_outside(disk: Disk, target: Path) -> None:
+    """Refuse a path inside a store: the store would take what is made there for damage, or for versions.
+
+    Raises:
+        StateError: It lies inside a store (kind "path").
+    """
+    if above := store_around(disk, target):
+        raise StateError(
+            f"{target} would lie inside the store {above}",
+            kind="path",
+            hint="choose a path outside of it",
+        )
+
+
+def store_around(disk: Disk, target: Path) -> Path | None:
+    """Return the store or version in whose folder a path lies; None: in none."""
+    return next((above for above in target.resolve().parents if disk.exists(above / MANIFEST)), None)

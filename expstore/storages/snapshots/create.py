@@ -37,7 +37,7 @@ from expstore.storages.columns.checksums import (
 )
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import ALIGN, Journal, Kind
-from expstore.storages.format.manifest import MANIFEST
+from expstore.storages.format.manifest import MANIFEST, store_around
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, SEGMENTS, VERSION
 from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
 from expstore.storages.snapshots.capture import Frozen, frozen
@@ -45,6 +45,7 @@ from expstore.storages.snapshots.capture_packed import link_packed, packings_of
 from expstore.storages.snapshots.catalog import (
     CURRENT,
     LOCK,
+    OWN_FOLDER,
     SCRAP,
     Version,
     check_tag,
@@ -164,6 +165,11 @@ def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
 def _make_place(disk: Disk, place: Path) -> None:
     """Make the folder of versions, or look whether it is one."""
     new = [folder for folder in (place, *place.parents) if not disk.exists(folder)]
+    if (above := store_around(disk, place)) and place.resolve() != above / OWN_FOLDER:
+        raise SnapshotError(
+            f"{place} would lie inside the store {above}",
+            hint="give a folder outside of it; rb.tag(name) puts a version into the store",
+        )
     if not new:
         if disk.exists(place / MANIFEST):
             raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
