@@ -24,6 +24,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
@@ -69,8 +70,7 @@ class AtariDQNReader(Reader):
 
     def __init__(self, source: str | Path, *, runs: int | None = None) -> None:
         folder, disk = local_path(source), ReadingDisk()
-        if not disk.is_dir(folder):
-            raise NotFoundError(f"there is no folder {folder}")
+        check_folder(folder)
         self._folder = folder / "replay_logs" if disk.is_dir(folder / "replay_logs") else folder
         found = torchrl_checkpoints(self._folder)
         for name in disk.names(self._folder):

@@ -16,9 +16,9 @@ import numpy as np
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.seams import rows_differ
-from expstore.disk.files import ReadingDisk
+from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import SchemaError
 from expstore.exchange.base import required
 
 __all__ = ["D4RLReader"]
@@ -59,9 +59,8 @@ class D4RLReader(Reader):
     format: ClassVar[str] = "d4rl"
 
     def __init__(self, source: str | Path, *, split_on: Sequence[Flag] | None = None) -> None:
-        self._path, disk = local_path(source), ReadingDisk()
-        if not disk.exists(self._path) or disk.is_dir(self._path):
-            raise NotFoundError(f"there is no file {self._path}")
+        self._path = local_path(source)
+        check_file(self._path)
         wrong = [name for name in split_on or () if name not in ("terminals", "timeouts")]
         if wrong or (split_on is not None and not split_on):
             raise SchemaError(f"split_on={split_on!r} is not a choice of 'terminals' and 'timeouts'")

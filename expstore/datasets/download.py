@@ -81,7 +81,7 @@ def fetch_files(
                 def tell(here: int, before: int = done) -> None:
                     progress(before + here, total)
 
-                _Download(client, disk, file, target, tell, pause).run()
+                _Download(client, disk, file, target, tell, pause, fetched=done).run()
             done += disk.size(target)
             progress(done, total)
 
@@ -97,7 +97,10 @@ class _Download:
         target: Path,
         tell: Callable[[int], None],
         pause: Callable[[float], object],
+        *,
+        fetched: int,
     ) -> None:
+        self._fetched = fetched
         self._client, self._disk, self._remote, self._target = client, disk, file, target
         self._tell, self._pause = tell, pause
         self._part = target.with_name(target.name + ".part")
@@ -116,8 +119,8 @@ class _Download:
                 if failures >= _ATTEMPTS:
                     raise RemoteError(
                         f"cannot fetch {self._remote.url}: {exc or type(exc).__name__}",
-                        hint="what was fetched is kept; the same call continues. Files that were fetched "
-                        "otherwise are read with source=",
+                        hint=("the same call continues the download" if self._fetched or self._have() else "")
+                        or "check the address, or pass files that you fetched yourself with source=",
                     ) from exc
                 self._pause(min(8.0, 0.5 * 2**failures))
         self._check(expected)

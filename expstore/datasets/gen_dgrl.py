@@ -17,6 +17,7 @@ import numpy as np
 from expstore.core.values import Array
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.numpy_unpickler import load_object_npy
+from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
@@ -52,8 +53,7 @@ class GenDGRLReader(Reader):
     def __init__(self, source: str | Path, *, rows: int | None = None) -> None:
         self._path, disk = local_path(source), ReadingDisk()
         self._rows = rows
-        if not disk.exists(self._path):
-            raise NotFoundError(f"there is no file or folder {self._path}")
+        check_exists(self._path)
         self._names: list[str] | None = None
         if disk.is_dir(self._path):
             self._names = sorted(name for name in disk.names(self._path) if name.endswith(".npy"))

@@ -24,11 +24,12 @@ from expstore._open import open as open_store
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import Episode, Part, Reader, Rows
+from expstore.datasets.source_paths import check_file
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.exchange.base import Imported, Progress, names_of, no_progress, open_to_read
-from expstore.storages.format.manifest import MANIFEST, check_target
+from expstore.storages.format.manifest import MANIFEST, Manifest, check_target
 
 __all__ = ["import_dataset"]
 
@@ -47,6 +48,7 @@ def import_dataset(
     target: str | Path,
     *,
     progress: Progress = no_progress,
+    checking: Progress = no_progress,
     fields: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Imported:
     """Make a store of the episodes that a reader yields.
@@ -54,7 +56,7 @@ def import_dataset(
     The rows have TorchRL's layout (see `Episode.columns`). Every part of the source is written under a
     source of its own, named by the part and the SHA-256 of its files; `rb.meta["import"]` says which files
     and options the store was made of. If the target was made of the same files and options already, nothing
-    is done.
+    is done. Files that still have the name, size and modification time recorded there are not hashed again.
 
     Processes, crashes: the store is made in a hidden folder next to the target, `.NAME.import`, and renamed
     when it is complete. After a crash or an error the folder stays, and the next import of the same files
@@ -64,6 +66,7 @@ def import_dataset(
         reader: Reads the source.
         target: Folder of the store.
         progress: Called with the rows done and the rows in all, 0 if that is unknown.
+        checking: Called with the bytes done and in all while files are hashed, before the first row.
         fields: How fields are kept on disk, as in `expstore.open`.
 
     Raises:
@@ -81,12 +84,22 @@ def import_dataset(
     disk = Disk()
     with _reading("the source"):
         parts = list(reader.parts())
-    hashes = [_hash_part(part) for part in parts]
-    made_of = _provenance(reader, parts, hashes)
-    if disk.exists(path / MANIFEST):
-        return _imported_before(path, made_of, reader)
-    check_target(disk, path)
     building = path.resolve().with_name(f".{path.name}.import")
+    is_there = disk.exists(path / MANIFEST)
+    if not is_there:
+        check_target(disk, path)
+    known = _recorded_files(disk, path if is_there else building)
+    described = _describe_parts(parts, known, checking)
+    with _reading("the source"):
+        made_of = json.loads(
+            json.dumps({"format": reader.format, "options": dict(reader.options()), "parts": described})
+        )
+    if is_there:
+        return _imported_before(path, made_of, reader)
+    hashes = [str(part["sha256"]) for part in described]
+    with _reading("the source"):
+        facts = json.loads(json.dumps(dict(reader.facts())))
+    made_of = {"import": made_of, **facts}
     rb = _open_building(building, made_of, dict(reader.settings()) | {"fields": fields})
     try:
         total = _total(reader, parts)
@@ -110,35 +123,87 @@ def import_dataset(
 # -- which files -----------------------------------------------------------------------------------------
 
 
-def _hash_part(part: Part) -> str:
-    """Return the SHA-256 of a part: that of its only file, or of its files' digests."""
-    digests = [_hash_file(Path(file)) for file in part.files]
-    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+def _recorded_files(disk: Disk, store: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what a store, or an interrupted import, says about its source: the parts by their names."""
+    if not disk.exists(store / MANIFEST):
+        return {}
+    try:
+        parts = Manifest.load(disk, store).meta["import"]["parts"]
+        return {str(part["name"]): part for part in parts}
+    except (ExpStoreError, KeyError, TypeError):  # a damaged store, or one that was not imported
+        return {}
 
 
-def _hash_file(path: Path) -> str:
+def _describe_parts(
+    parts: Sequence[Part], known: Mapping[str, Mapping[str, Any]], checking: Progress
+) -> list[dict[str, Any]]:
+    """Return name, SHA-256, bytes and stamp of every part.
+
+    Args:
+        parts: The parts of the source.
+        known: What was recorded earlier, by part. A part with the same stamp is not hashed again.
+        checking: Called with the bytes done and the bytes in all.
+    """
+    names = [part.name for part in parts]
+    if len(set(names)) != len(names):
+        raise SchemaError("two parts of the source have one name", hint="give every `Part` its own name")
+    sizes = [[_size(Path(file)) for file in part.files] for part in parts]
+    total, done = sum(map(sum, sizes)), 0
+    described = []
+    for part, own in zip(parts, sizes, strict=True):
+        before, stamp = known.get(part.name, {}), _stamp(part)
+        if before.get("stamp") == stamp:
+            digest = str(before["sha256"])
+            done += sum(own)
+        else:
+            digests = []
+            for file, size in zip(part.files, own, strict=True):
+                digests.append(_hash_file(Path(file), done, total, checking))
+                done += size
+            whole = "".join(digests).encode()
+            digest = digests[0] if len(digests) == 1 else hashlib.sha256(whole).hexdigest()
+        checking(done, total)
+        described.append({"name": part.name, "sha256": digest, "bytes": sum(own), "stamp": stamp})
+    return described
+
+
+def _size(path: Path) -> int:
+    check_file(path)
+    return ReadingDisk().size(path)
+
+
+def _stamp(part: Part) -> str:
+    """Return a hash of the names, sizes and modification times of the files of a part."""
+    disk, files = ReadingDisk(), [Path(file) for file in part.files]
+    facts = [[file.name, disk.size(file), disk.modified(file)] for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
+    """Return the SHA-256 of a file; `before` bytes of `total` were hashed before it."""
     digest = hashlib.sha256()
     try:
         with open_to_read(path) as file:
             while data := file.read(_READ_BYTES):
                 digest.update(data)
+                before += len(data)
+                checking(before, total)
     except OSError as exc:
         raise StorageError(f"cannot read {path}: {exc}") from exc
     return digest.hexdigest()
 
 
-def _provenance(reader: Reader, parts: Sequence[Part], hashes: Sequence[str]) -> dict[str, Any]:
-    names = [part.name for part in parts]
-    if len(set(names)) != len(names):
-        raise SchemaError("two parts of the source have one name", hint="give every `Part` its own name")
-    described = [
-        {"name": name, "sha256": digest, "bytes": sum(ReadingDisk().size(Path(file)) for file in part.files)}
-        for name, digest, part in zip(names, hashes, parts, strict=True)
-    ]
-    with _reading("the source"):
-        made_of = {"format": reader.format, "options": dict(reader.options()), "parts": described}
-        found: dict[str, Any] = json.loads(json.dumps({"import": made_of, **reader.facts()}))
-    return found
+def _without_stamps(made_of: Any) -> Any:
+    """Return what a store was made of without the stamps of its parts: copies of the files are equal."""
+    if not isinstance(made_of, Mapping) or "parts" not in made_of:
+        return made_of
+    parts = [{key: value for key, value in part.items() if key != "stamp"} for part in made_of["parts"]]
+    return {**made_of, "parts": parts}
+
+
+def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the meta of a store without the stamps of its parts."""
+    return {**meta, "import": _without_stamps(meta.get("import"))}
 
 
 def _imported_before(path: Path, made_of: Mapping[str, Any], reader: Reader) -> Imported:
@@ -148,7 +213,7 @@ def _imported_before(path: Path, made_of: Mapping[str, Any], reader: Reader) -> 
         StateError: It was made of other files.
     """
     with open_store(path, mode="r") as rb:
-        if rb.meta.get("import") != made_of["import"]:
+        if _without_stamps(rb.meta.get("import")) != _without_stamps(made_of):
             raise StateError(
                 f"{path} exists and was not imported from these files",
                 hint="choose another path, or remove it first",
@@ -166,7 +231,7 @@ def _open_building(
     disk = Disk()
     if disk.exists(path / MANIFEST):
         rb = open_store(path, mode="a")
-        if rb.meta == made_of:
+        if _identity(rb.meta) == _identity(made_of):
             return rb
         rb.close()
     if disk.exists(path):
@@ -205,7 +270,7 @@ def _rename(disk: Disk, building: Path, path: Path) -> None:
 def _total(reader: Reader, parts: Sequence[Part]) -> int:
     counts = []
     for part in parts:
-        with _reading(part.name):
+        with _reading(_name(part)):
             counts.append(reader.count_rows(part))
     return 0 if None in counts else sum(count or 0 for count in counts)
 
@@ -224,7 +289,7 @@ def _import_part(
     batch = _Batch(rb, source)
     seen, is_open = 0, False
     facts: list[Mapping[str, Any]] = []
-    for number, episode in enumerate(_read(reader, part)):
+    for number, episode in _read(reader, part):
         columns = _columns(part, number, episode)
         if not is_open:
             facts.append(episode.facts)
@@ -251,17 +316,26 @@ def _import_part(
     return done + seen
 
 
-def _read(reader: Reader, part: Part) -> Iterator[Episode | Rows]:
-    """Yield the episodes of a part; errors name the part and the episode."""
+def _read(reader: Reader, part: Part) -> Iterator[tuple[int, Episode | Rows]]:
+    """Yield the pieces of episodes of a part, with the number of the episode that each belongs to.
+
+    Errors name the part and the episode.
+    """
     number = 0
-    episodes = _read_ahead(reader.episodes(part))
+    pieces = _read_ahead(reader.episodes(part))
     while True:
-        with _reading(f"{part.name}, episode {number}"):
-            episode = next(episodes, None)
-        if episode is None:
+        with _reading(f"{_name(part)}, episode {number}"):
+            piece = next(pieces, None)
+        if piece is None:
             return
-        yield episode
-        number += 1
+        yield number, piece
+        number += piece.end != "open"
+
+
+def _name(part: Part) -> str:
+    """Return how errors name a part: by the path of its file if it bears the name of its only file."""
+    files = [Path(file) for file in part.files]
+    return str(files[0]) if len(files) == 1 and files[0].name == part.name else part.name
 
 
 @contextmanager
@@ -291,7 +365,7 @@ def _columns(part: Part, number: int, episode: Episode | Rows) -> dict[Key, Arra
     try:
         return episode.columns()
     except SchemaError as exc:
-        raise SchemaError(f"{part.name}, episode {number}: {exc}") from exc
+        raise SchemaError(f"{_name(part)}, episode {number}: {exc}") from exc
 
 
 def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import VideoFrames, decode_images
+from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
@@ -597,6 +598,7 @@ class _Metadata:
 
     def __init__(self, root: Path) -> None:
         disk = ReadingDisk()
+        check_folder(root)
         self.root = root
         self.files = [root / "meta" / "info.json"]
         if not disk.exists(self.files[0]):

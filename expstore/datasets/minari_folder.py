@@ -21,6 +21,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
@@ -142,6 +143,7 @@ class MinariReader(Reader):
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
     disk, path = ReadingDisk(), folder / METADATA
+    check_folder(folder)
     if not disk.exists(path):
         raise NotFoundError(f"there is no Minari dataset in {folder}: it has no {METADATA}")
     try:

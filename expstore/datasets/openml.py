@@ -15,9 +15,10 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.datasets.episode import Part, Reader, Rows
+from expstore.datasets.source_paths import check_file
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError, StorageError
+from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import open_to_read, required
 
 __all__ = ["OpenMLName", "OpenMLReader"]
@@ -55,9 +56,8 @@ class OpenMLReader(Reader):
     format: ClassVar[str] = "openml"
 
     def __init__(self, source: str | Path, *, name: OpenMLName | None = None) -> None:
-        self._path, disk = local_path(source), ReadingDisk()
-        if not disk.exists(self._path) or disk.is_dir(self._path):
-            raise NotFoundError(f"there is no file {self._path}")
+        self._path = local_path(source)
+        check_file(self._path)
         names: tuple[str, ...] = get_args(OpenMLName)
         if name is None:
             fitting = [one for one in names if self._path.name.startswith(one)]

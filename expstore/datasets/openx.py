@@ -23,6 +23,7 @@ from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import decode_image, decode_images
 from expstore.datasets.numpy_unpickler import load_arrays
+from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
@@ -88,8 +89,7 @@ class OpenXReader(Reader):
         if last_step not in ("observation", "transition"):
             raise SchemaError(f"last_step={last_step!r} is not one of 'observation' and 'transition'")
         path, disk = local_path(source), ReadingDisk()
-        if not disk.exists(path):
-            raise NotFoundError(f"there is no file or folder {path}")
+        check_exists(path)
         self._last_step, self._trust_pickle = last_step, trust_pickle
         files = [path / name for name in sorted(disk.names(path))] if disk.is_dir(path) else [path]
         archives = [one for one in files if one.name.endswith(_ARCHIVES)]

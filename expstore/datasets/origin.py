@@ -5,8 +5,10 @@ Used by the data set classes and by the command line.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,8 +20,8 @@ from expstore.disk.atomic_build import LOCK
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
-from expstore.errors import LockedError, NotFoundError, StateError
-from expstore.exchange.progress_bar import ShowProgress, show_nothing
+from expstore.errors import LockedError, NotFoundError, StateError, StorageError
+from expstore.exchange.progress_bar import ShowProgress, show_import, show_nothing
 from expstore.storages.format.manifest import MANIFEST
 
 __all__ = ["Download", "Origin", "data_folder", "prepare_dataset", "remove_dataset"]
@@ -66,15 +68,18 @@ def prepare_dataset(
 ) -> Path:
     """Return the store of a data set, and make it if it is not there.
 
-    Files that are fetched lie in `ROOT/.downloads/ID` until the store is complete.
+    Fetched files are kept in `ROOT/.downloads/ID` until the store is complete.
+
+    Crashes: with `download="force"` the new store is made next to the old one and takes its place when it is
+    complete. Before that, any error or crash leaves the old store; a crash between the two renames is mended
+    by the next call.
 
     Args:
         origin: The data set.
         root: Folder of the collection. The store is `ROOT/ID`.
         source: File or folder with the files of the public source. A store that is there must have been made
-            of the same files. None: fetch them.
-        download: Whether to fetch the files if the store is not there. "force" removes the store and makes it
-            again.
+            of the same files; if the files are gone, the store is opened as it is. None: fetch them.
+        download: Whether to fetch the files if the store is not there. "force" makes the store again.
         show: Shows what is done.
 
     Raises:
@@ -88,26 +93,47 @@ def prepare_dataset(
     if download not in (True, False, "force"):
         raise ValueError(f"download={download!r} is not True, False or 'force'")
     disk, path = Disk(), root / origin.dataset_id
-    if download == "force":
-        remove_dataset(root, origin.dataset_id)
-    if source is None and disk.exists(path / MANIFEST):
+    _finish_swap(disk, path)
+    is_there, again = disk.exists(path / MANIFEST), download == "force"
+    if again:
+        _check_replaceable(disk, path)
+    if source is None and is_there and not again:
         return path
     if source is None and not download:
         raise NotFoundError(
-            f"The dataset could not be found in {path}.", hint="give source= or download=True"
+            f"The dataset could not be found in {path}", hint="pass source=, or download=True to fetch it"
         )
     if source is not None:
         given = local_path(source)
+        if is_there and not again and _is_gone(disk, given):
+            return path
         if not disk.exists(given):
-            raise NotFoundError(f"there is no file or folder {given}")
-        return _import(origin, given, path, show)
+            raise NotFoundError(f"there is no file or folder {given}", hint="check the path in source=")
+        return _make(disk, origin, given, path, show, again=again)
     fetched = root / ".downloads" / origin.dataset_id
-    files = origin.list_files()
-    _fetch(disk, files, fetched, origin.dataset_id, show)
+    if again:
+        _discard_download(disk, fetched, origin.dataset_id)
+    try:
+        files = origin.list_files()
+        _fetch(disk, files, fetched, origin.dataset_id, show)
+    except BaseException:
+        _remove_empty(disk, fetched, root)
+        raise
     only = fetched / files[0].name if len(files) == 1 else fetched
-    found = _import(origin, only, path, show)
+    found = _make(disk, origin, only, path, show, again=again)
     disk.remove_tree(fetched)
+    _remove_empty(disk, fetched.parent, root)
     return found
+
+
+def _is_gone(disk: Disk, source: Path) -> bool:
+    """Return whether nothing is left of a source: no file, or a folder without files."""
+    if not disk.exists(source):
+        return True
+    return disk.is_dir(source) and not any(names for _, names in disk.tree(source))
+
+
+# -- the download ----------------------------------------------------------------------------------------
 
 
 def _fetch(
@@ -118,23 +144,111 @@ def _fetch(
     Raises:
         LockedError: Another process does.
     """
+    with _lock_download(disk, folder, dataset_id), show(f"fetching {dataset_id}", "bytes") as progress:
+        fetch_files(files, folder, progress=progress)
+
+
+def _discard_download(disk: Disk, folder: Path, dataset_id: str) -> None:
+    """Remove the files of an earlier download.
+
+    Raises:
+        LockedError: Another process is downloading them.
+    """
+    if disk.exists(folder):
+        with _lock_download(disk, folder, dataset_id):
+            for name in disk.names(folder):
+                if disk.is_dir(folder / name):
+                    disk.remove_tree(folder / name)
+                elif name != LOCK:
+                    disk.unlink(folder / name)
+
+
+@contextmanager
+def _lock_download(disk: Disk, folder: Path, dataset_id: str) -> Iterator[None]:
+    """Exclude other processes from a folder of a download. The folder is made if it does not exist."""
     disk.make_dir(folder)
     try:
         lock = WriterLock(disk, folder / LOCK)
     except LockedError as exc:
         raise LockedError(f"another process fetches {dataset_id} to {folder} just now") from exc
     try:
-        with show(f"fetching {dataset_id}", "bytes") as progress:
-            fetch_files(files, folder, progress=progress)
-        disk.unlink(folder / LOCK)
+        yield
     finally:
+        with contextlib.suppress(StorageError):
+            disk.unlink(folder / LOCK)
         lock.release()
 
 
-def _import(origin: Origin, source: Path, path: Path, show: ShowProgress) -> Path:
-    Disk().make_dir(path.parent)
-    with show(f"importing {origin.dataset_id}", "rows") as progress:
-        return import_dataset(origin.make_reader(source), path, progress=progress).path
+def _remove_empty(disk: Disk, folder: Path, root: Path) -> None:
+    """Remove a folder and the folders above it, up to `root`, as long as there are no files in them."""
+    while folder != root and disk.exists(folder) and not any(names for _, names in disk.tree(folder)):
+        disk.remove_tree(folder)
+        folder = folder.parent
+
+
+# -- the store -------------------------------------------------------------------------------------------
+
+
+def _make(disk: Disk, origin: Origin, source: Path, path: Path, show: ShowProgress, *, again: bool) -> Path:
+    """Import a source. With `again` the result replaces the store that is there."""
+    disk.make_dir(path.parent)
+    again = again and disk.exists(path)
+    target = _new_path(path) if again else path
+    if again:
+        disk.remove_tree(target)  # of a run that was killed before the swap
+    with show_import(show, origin.dataset_id) as (checking, progress):
+        reader = origin.make_reader(source)
+        import_dataset(reader, target, progress=progress, checking=checking)
+    if again:
+        _swap(disk, path)
+    return path
+
+
+def _new_path(path: Path) -> Path:
+    """Return where the store is made that replaces another one."""
+    return path.with_name(f".{path.name}.new")
+
+
+def _old_path(path: Path) -> Path:
+    """Return where a store is moved while another one takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+def _check_replaceable(disk: Disk, path: Path) -> None:
+    """Raise StateError if a folder is there that is not a store."""
+    if disk.exists(path) and not disk.exists(path / MANIFEST) and disk.names(path):
+        raise StateError(f"{path} is not a store", hint="remove it yourself, or choose another root=")
+
+
+def _swap(disk: Disk, path: Path) -> None:
+    """Put the complete new store in the place of the old one, and remove what was made of the old one."""
+    new, old, split = _new_path(path), _old_path(path), _split_path(path)
+    for folder in (old, split, path.with_name(f".{path.name}.import")):
+        disk.remove_tree(folder)
+    if disk.exists(path):
+        disk.rename(path, old)
+    try:
+        disk.rename(new, path)
+    except StorageError:
+        if not disk.exists(path / MANIFEST):  # else another process has finished the swap
+            disk.rename(old, path)
+            raise
+    disk.sync_dir(path.resolve().parent)
+    disk.remove_tree(old)
+
+
+def _finish_swap(disk: Disk, path: Path) -> None:
+    """Finish a swap that a crash interrupted between its two renames."""
+    new, old = _new_path(path), _old_path(path)
+    if disk.exists(path) or not disk.exists(old / MANIFEST):
+        return
+    disk.rename(new if disk.exists(new / MANIFEST) else old, path)
+    disk.sync_dir(path.resolve().parent)
+    disk.remove_tree(old)
+
+
+def _split_path(path: Path) -> Path:
+    return path.with_name(path.name + "_split")
 
 
 def remove_dataset(root: Path, dataset_id: str) -> bool:
@@ -148,12 +262,15 @@ def remove_dataset(root: Path, dataset_id: str) -> bool:
     """
     disk, path = Disk(), root / dataset_id
     existed = disk.exists(path / MANIFEST)
-    if disk.exists(path) and not existed and disk.names(path):
-        raise StateError(f"{path} is not a store", hint="remove it yourself, or choose another root=")
+    _check_replaceable(disk, path)
+    new = _new_path(path)
     left = [
         path,
-        path.with_name(path.name + "_split"),
+        _split_path(path),
         path.with_name(f".{path.name}.import"),
+        new,
+        new.with_name(f".{new.name}.import"),
+        _old_path(path),
         root / ".downloads" / dataset_id,
     ]
     for folder in left:

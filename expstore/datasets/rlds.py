@@ -24,6 +24,7 @@ from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.episode_texts import text_fact
 from expstore.datasets.frames import decode_image, decode_images
+from expstore.datasets.source_paths import check_folder
 from expstore.datasets.tfrecord import Example, parse_example, read_records
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
@@ -244,6 +245,7 @@ class RLDSReader(Reader):
 
     def _read_json(self, name: str) -> dict[str, Any]:
         disk, path = ReadingDisk(), self._folder / name
+        check_folder(self._folder)
         if not disk.exists(path):
             versions = [one for one in disk.names(self._folder) if disk.exists(self._folder / one / name)]
             raise NotFoundError(

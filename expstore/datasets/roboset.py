@@ -15,6 +15,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import Episode, Part, Reader
+from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
@@ -51,8 +52,7 @@ class RobosetReader(Reader):
 
     def __init__(self, source: str | Path) -> None:
         path, disk = local_path(source), ReadingDisk()
-        if not disk.exists(path):
-            raise NotFoundError(f"there is no file or folder {path}")
+        check_exists(path)
         self._files = [path]
         if disk.is_dir(path):
             self._files = [

@@ -18,6 +18,7 @@ import numpy as np
 from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import End, Part, Reader, Rows
 from expstore.datasets.seams import rows_differ
+from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
@@ -82,8 +83,7 @@ class TensorDictReader(Reader):
 
     def __init__(self, source: str | Path) -> None:
         self._path, self._disk = local_path(source), ReadingDisk()
-        if not self._disk.is_dir(self._path):
-            raise NotFoundError(f"there is no folder {self._path}")
+        check_folder(self._path)
         if not is_tensordict_folder(self._path):
             raise SchemaError(
                 f"{self._path} is neither a memory-map folder of a TensorDict nor a dump of a TorchRL buffer"

@@ -18,6 +18,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
+from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
@@ -57,8 +58,7 @@ class VD4RLReader(Reader):
 
     def __init__(self, source: str | Path) -> None:
         path, disk = local_path(source), ReadingDisk()
-        if not disk.exists(path):
-            raise NotFoundError(f"there is no file or folder {path}")
+        check_exists(path)
         self._files = [path]
         if disk.is_dir(path):
             self._files = [path / name for name in sorted(disk.names(path)) if name.endswith(_SUFFIXES)]

@@ -579,6 +579,10 @@ class Disk:
         except OSError as exc:
             raise _failed("look at", path, exc) from exc
 
+    def modified(self, path: Path) -> int:
+        """Return when a file was last modified, in nanoseconds since 1970."""
+        return int(self._look(path, lambda: path.stat().st_mtime_ns))
+
     def used(self, path: Path) -> int:
         """Return the bytes that a file or a folder with all in it takes on the disk."""
         names = [path, *path.rglob("*")] if path.is_dir() else [path]

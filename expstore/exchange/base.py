@@ -218,8 +218,10 @@ def open_to_read(path: Path) -> DiskFile:
         NotFoundError: There is none.
     """
     disk = ReadingDisk()
-    if not disk.exists(path) or disk.is_dir(path):
+    if not disk.exists(path):
         raise NotFoundError(f"there is no file {path}")
+    if disk.is_dir(path):
+        raise NotFoundError(f"{path} is a folder, and a file is needed")
     return DiskFile(disk, path)
 
 

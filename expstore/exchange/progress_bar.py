@@ -13,7 +13,7 @@ from typing import Literal
 from expstore.exchange.base import Progress as Tell
 from expstore.exchange.base import no_progress
 
-__all__ = ["ShowProgress", "show_nothing", "show_progress"]
+__all__ = ["ShowProgress", "show_import", "show_nothing", "show_progress"]
 
 Unit = Literal["bytes", "rows"]
 
@@ -59,3 +59,28 @@ def show_progress(what: str, unit: Unit = "bytes") -> Iterator[Tell]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)  # 0: unknown
+
+
+@contextlib.contextmanager
+def show_import(show: ShowProgress, what: str = "") -> Iterator[tuple[Tell, Tell]]:
+    """Show two bars, one after the other: of bytes while files are hashed, of rows while they are imported.
+
+    Args:
+        show: Shows one bar.
+        what: Name of the data set, for the titles.
+
+    Yields:
+        A function that is called with bytes done and in all, and one that is called with rows. The first
+        call with rows ends the bar of bytes.
+    """
+    with contextlib.ExitStack() as bar:
+        checking = bar.enter_context(show(f"checking {what}".rstrip(), "bytes"))
+        rows: list[Tell] = []
+
+        def progress(done: int, total: int) -> None:
+            if not rows:
+                bar.close()
+                rows.append(bar.enter_context(show(f"importing {what}".rstrip(), "rows")))
+            rows[0](done, total)
+
+        yield checking, progress

@@ -34,9 +34,7 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
         again: Make it even if it is there.
     """
     disk, target = Disk(), split_path(path)
-    if again:
-        disk.remove_tree(target)
-    if disk.exists(target / MANIFEST):
+    if disk.exists(target / MANIFEST) and not again:
         return target
     building = target.with_name(f".{target.name}.import")
     disk.remove_tree(building)
@@ -48,6 +46,7 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
         longest = max(length for _, length in episodes)
         for episode, _ in episodes:
             made.extend(_padded(rows.trajectory(episode), longest))
+    disk.remove_tree(target)
     disk.rename(building, target)
     disk.sync_dir(target.parent)
     return target
