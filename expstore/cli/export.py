@@ -192,22 +192,31 @@ def import_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
-    from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format, episodes_format
+    from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
+    from expstore.datasets.recognition import arrays_format, episodes_format
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
-    if form is not None and form not in (*IMPORTS, *DATASETS):
-        choices = ", ".join(sorted({*IMPORTS, *DATASETS}))
-        raise typer.BadParameter(f"{form!r} is none of {choices}", param_hint="--format")
-    asked, form = form, form or data_set_format(source) or format_of(source)
+    choices = sorted({*IMPORTS, *DATASETS})
+    if form is not None and form not in choices:
+        raise typer.BadParameter(f"{form!r} is none of {', '.join(choices)}", param_hint="--format")
+    asked, form = form, form or data_set_format(source) or format_of(source, choices)
+    plain = form
     grouped = episodes_format(source) if form == "hdf5" else None
     if grouped is not None:
         form = asked or grouped
+    elif asked is None and form in MAPPED:
+        recognised, doubt = arrays_format(source)
+        form = recognised or form
+        _note([doubt] if doubt else [])
     if form in DATASETS or grouped is not None:
         options = {"capacity": capacity} if capacity is not None and form in WITH_CAPACITY else {}
         refused = {"--map": names, "--capacity": not options and capacity, "--storage": storage}
         for name, value in refused.items():
             if value:
-                raise typer.BadParameter(f"does not apply to {form}", param_hint=name)
+                advice = (
+                    "" if grouped or form == plain else f"; --format {plain} reads {source} as plain rows"
+                )
+                raise typer.BadParameter(f"does not apply to {form}{advice}", param_hint=name)
         done = _import_data_set(form, source, store, options)
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}

@@ -12,10 +12,11 @@ from typing import Any
 from expstore import datasets
 from expstore.datasets.atari_dqn import torchrl_checkpoints
 from expstore.datasets.episode import Reader
+from expstore.datasets.recognition import ARCHIVES, archive_format, folder_format
 from expstore.datasets.tensordict_folder import is_tensordict_folder
 from expstore.disk.files import ReadingDisk
 
-__all__ = ["DATASETS", "WITH_CAPACITY", "data_set_format", "episodes_format", "make_reader"]
+__all__ = ["DATASETS", "WITH_CAPACITY", "data_set_format", "make_reader"]
 
 _READERS = {
     "atari-dqn": "AtariDQNReader",
@@ -56,9 +57,11 @@ def make_reader(name: str, source: Path, **options: Any) -> Reader:
 
 
 def data_set_format(source: Path) -> str | None:
-    """Return the format of a data set that can be told from the names of its files; None: another one."""
+    """Return the format of a data set that is not one file of arrays; None: another one."""
     disk = ReadingDisk()
     if not disk.is_dir(source):
+        if source.name.lower().endswith(ARCHIVES) and disk.exists(source):
+            return archive_format(source)
         return {".arff": "openml", ".xz": "gen-dgrl"}.get(source.suffix.lower())
     for folder in (source, source / "replay_logs"):
         if disk.is_dir(folder) and any(
@@ -73,26 +76,6 @@ def data_set_format(source: Path) -> str | None:
         return "rlds"
     if any(name.endswith(".data.pickle") for name in disk.names(source)):
         return "openx"
-    return "tensordict" if is_tensordict_folder(source) else None
-
-
-def episodes_format(source: Path) -> str | None:
-    """Return the format of an HDF5 file with a group per episode: "robomimic", "roboset" or "hdf5".
-
-    Returns:
-        None: the file has a row per transition.
-
-    Raises:
-        NotFoundError: There is no such file.
-        StorageError: It is not an HDF5 file.
-    """
-    from expstore.datasets.hdf5_episodes import has_episodes, is_robomimic
-    from expstore.exchange.hdf5 import reading_hdf5
-
-    with reading_hdf5(source) as file:
-        if is_robomimic(file):
-            return "robomimic"
-        trial = next((name for name in file if name.startswith("Trial")), None)
-        if trial is not None and {"observations", "actions", "rewards", "done"} <= set(file[trial]):
-            return "roboset"
-        return "hdf5" if has_episodes(file) else None
+    if is_tensordict_folder(source):
+        return "tensordict"
+    return None if disk.exists(source / "metadata.json") else folder_format(source)

@@ -16,7 +16,6 @@ import numpy as np
 from expstore.core.values import Array
 from expstore.datasets.episode import Part, Reader, Rows
 from expstore.datasets.source_paths import check_file
-from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
 from expstore.exchange.base import open_to_read, required

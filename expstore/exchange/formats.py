@@ -5,7 +5,7 @@ Used by the command line. It loads a format's module when that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from expstore import exchange
@@ -50,8 +50,12 @@ def importer(name: str) -> Callable[..., Imported]:
     return found
 
 
-def format_of(path: Path) -> str:
-    """Say in which format a file or folder is, by what is in it, or else by its name.
+def format_of(path: Path, choices: Sequence[str] = IMPORTS) -> str:
+    """Return the format of a file or folder, by what is in it, or else by its name.
+
+    Args:
+        path: The file or folder.
+        choices: The formats that the error names if none is recognised.
 
     Raises:
         NotFoundError: There is nothing.
@@ -78,5 +82,5 @@ def format_of(path: Path) -> str:
             return _SUFFIXES[path.suffix.lower()]
     raise SchemaError(
         f"{path} looks like none of the formats that can be imported",
-        hint="say which it is: --format " + ", ".join(IMPORTS),
+        hint="name its format with --format: " + ", ".join(choices),
     )

@@ -182,7 +182,7 @@ def test_what_a_file_is_recognised_as(tmp_path: Path) -> None:
         "robomimic": robomimic(tmp_path / "a.hdf5"),
         "roboset": write_roboset(tmp_path / "b.h5"),
         "hdf5": plain,
-        "": write_d4rl(tmp_path / "c.hdf5", arrays()),
+        "d4rl": write_d4rl(tmp_path / "c.hdf5", arrays()),
     }
     for name, source in sources.items():
         store = tmp_path / f"{name}.exp"

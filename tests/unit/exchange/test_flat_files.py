@@ -279,7 +279,7 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> N
     count = np.arange(6)
     bad: list[tuple[Path, type[Exception], str]] = [
         (tmp_path / "in/none", NotFoundError, "there is no file"),
-        (tmp_path / "in", NotFoundError, "there is no file"),
+        (tmp_path / "in", NotFoundError, "is a folder, and a file is needed"),
         (
             save(tmp_path / f"in/lengths.{form}", {"a": count, "b": count[:3]}),
             SchemaError,

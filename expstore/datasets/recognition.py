@@ -1,0 +1,184 @@
+"""Recognise the format of a source by what is in its files.
+
+Used by `expstore.datasets.formats`. Only the names, shapes and types of arrays are read, and the names of
+the first members of archives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import numpy as np
+
+from expstore.disk.files import ReadingDisk
+from expstore.errors import StorageError
+from expstore.exchange.base import open_to_read
+from expstore.exchange.flat_files import ABOUT
+from expstore.exchange.hdf5 import datasets_in, reading_hdf5
+
+__all__ = ["ARCHIVES", "archive_format", "arrays_format", "episodes_format", "folder_format"]
+
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
+_ARRAY_FILES = (".npz", ".hdf5", ".h5")
+#: The names that every file of D4RL has, and those of which a file that D4RL made has at least one.
+_D4RL = ("observations", "actions", "rewards", "terminals")
+_OF_D4RL_ALONE = ("timeouts", "infos", "metadata")
+#: Beside `image`, `action` and `reward`: what a file of V-D4RL has at least one of.
+_OF_VD4RL = ("discount", "is_first", "is_last", "is_terminal", "step_type")
+_MEMBERS = 20
+
+
+class _Facts(NamedTuple):
+    """Shape and kind of an array."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+def arrays_format(path: Path) -> tuple[str | None, str]:
+    """Return the data set format of a file with one array per field: "d4rl", "vd4rl" or None.
+
+    Args:
+        path: An HDF5 or .npz file.
+
+    Returns:
+        The format, and a note for the user if the file may have a format but does not prove it.
+
+    Raises:
+        StorageError: The file cannot be read.
+    """
+    arrays = _npz_arrays(path) if _is_npz(path) else _hdf5_arrays(path)
+    if ABOUT in arrays:
+        return None, ""
+    if _looks_like_vd4rl(arrays):
+        if any(name in arrays for name in _OF_VD4RL):
+            return "vd4rl", ""
+        return None, (
+            f"{path} may be a file of V-D4RL, whose actions and rewards belong to the row before; "
+            "if it is one, import it with --format vd4rl"
+        )
+    if not _is_npz(path) and _looks_like_d4rl(arrays):
+        groups = {name.partition("/")[0] for name in arrays}
+        if groups.intersection(_OF_D4RL_ALONE) or groups == set(_D4RL):
+            return "d4rl", ""
+        return None, f"{path} may be a file of D4RL; if it is one, import it with --format d4rl"
+    return None, ""
+
+
+def _looks_like_d4rl(arrays: Mapping[str, _Facts]) -> bool:
+    """Return whether there are D4RL's arrays, with a row per transition."""
+    if any(name not in arrays or not arrays[name].shape for name in _D4RL):
+        return False
+    counts = {arrays[name].shape[0] for name in _D4RL}
+    numbers = all(arrays[name].dtype.kind in "biuf" for name in _D4RL)
+    return len(counts) == 1 and numbers
+
+
+def _looks_like_vd4rl(arrays: Mapping[str, _Facts]) -> bool:
+    """Return whether there are the images, actions and rewards of V-D4RL."""
+    if "action" not in arrays or "reward" not in arrays:
+        return False
+    image = arrays.get("image")
+    if image is None and "step_type" in arrays:
+        image = arrays.get("observation")
+    return image is not None and len(image.shape) == 4 and image.dtype == np.uint8
+
+
+def _is_npz(path: Path) -> bool:
+    with open_to_read(path) as file:
+        return file.read(4) == b"PK\x03\x04" or path.suffix.lower() == ".npz"
+
+
+def _npz_arrays(path: Path) -> dict[str, _Facts]:
+    found: dict[str, _Facts] = {}
+    try:
+        with open_to_read(path) as raw, zipfile.ZipFile(raw) as file:
+            for name in file.namelist():
+                if not name.endswith(".npy"):
+                    continue
+                with file.open(name) as part:
+                    version = np.lib.format.read_magic(part)
+                    format_ = np.lib.format
+                    read = (
+                        format_.read_array_header_1_0 if version == (1, 0) else format_.read_array_header_2_0
+                    )
+                    shape, _, dtype = read(part)
+                    found[name.removesuffix(".npy")] = _Facts(shape, dtype)
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError) as exc:
+        raise StorageError(f"cannot read {path} as .npz: {exc}") from exc
+    return found
+
+
+def _hdf5_arrays(path: Path) -> dict[str, _Facts]:
+    with reading_hdf5(path) as file:
+        found = {name: _Facts(one.shape or (), one.dtype) for name, one in datasets_in(file)}
+        if ABOUT in file.attrs:
+            found[ABOUT] = _Facts((), np.dtype(bool))
+    return found
+
+
+def episodes_format(source: Path) -> str | None:
+    """Return the format of an HDF5 file with a group per episode: "robomimic", "roboset" or "hdf5".
+
+    Returns:
+        None: the file has a row per transition.
+
+    Raises:
+        NotFoundError: There is no such file.
+        StorageError: It is not an HDF5 file.
+    """
+    from expstore.datasets.hdf5_episodes import has_episodes, is_robomimic
+
+    with reading_hdf5(source) as file:
+        if is_robomimic(file):
+            return "robomimic"
+        trial = next((name for name in file if name.startswith("Trial")), None)
+        if trial is not None and {"observations", "actions", "rewards", "done"} <= set(file[trial]):
+            return "roboset"
+        return "hdf5" if has_episodes(file) else None
+
+
+def archive_format(path: Path) -> str | None:
+    """Return the format of a tar archive, by the names of its first members: "openx" or "gen-dgrl".
+
+    Returns:
+        None: the members have other names, or it is not an archive.
+    """
+    try:
+        with (
+            open_to_read(path) as raw,
+            tarfile.open(fileobj=cast(BinaryIO, raw), mode="r|*") as archive,
+        ):
+            for member in itertools.islice(archive, _MEMBERS):
+                if member.name.endswith(".data.pickle"):
+                    return "openx"
+                if member.name.endswith(".npy"):
+                    return "gen-dgrl"
+    except (tarfile.TarError, EOFError, zlib.error, OSError):
+        return None
+    return None
+
+
+def folder_format(folder: Path) -> str | None:
+    """Return the format of a folder with files of episodes or archives, by the first one.
+
+    Returns:
+        "vd4rl", "roboset" or "openx". None: another format.
+    """
+    disk = ReadingDisk()
+    files = [folder / name for name in disk.names(folder) if not disk.is_dir(folder / name)]
+    archive = next((one for one in files if one.name.endswith(ARCHIVES)), None)
+    if archive is not None:
+        return "openx" if archive_format(archive) == "openx" else None
+    first = next((one for one in files if one.name.endswith(_ARRAY_FILES)), None)
+    if first is None:
+        return None
+    if not _is_npz(first) and episodes_format(first) == "roboset":
+        return "roboset"
+    return "vd4rl" if arrays_format(first)[0] == "vd4rl" else None
