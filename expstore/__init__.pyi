@@ -1,4 +1,5 @@
 from expstore import collectors as collectors
+from expstore import datasets as datasets
 from expstore import exchange as exchange
 from expstore import samplers as samplers
 from expstore import specs as specs
@@ -28,8 +29,21 @@ from expstore.collectors.gymnasium import Collector as Collector
 from expstore.core.rate_limiters import MinSize as MinSize
 from expstore.core.rate_limiters import SampleToInsertRatio as SampleToInsertRatio
 from expstore.core.retention_policy import Retain as Retain
+from expstore.datasets.buffers.atari_dqn import AtariDQNExperienceReplay as AtariDQNExperienceReplay
+from expstore.datasets.buffers.base import BaseDatasetExperienceReplay as BaseDatasetExperienceReplay
+from expstore.datasets.buffers.d4rl import D4RLExperienceReplay as D4RLExperienceReplay
+from expstore.datasets.buffers.gen_dgrl import GenDGRLExperienceReplay as GenDGRLExperienceReplay
+from expstore.datasets.buffers.lerobot import LeRobotExperienceReplay as LeRobotExperienceReplay
+from expstore.datasets.buffers.minari import MinariExperienceReplay as MinariExperienceReplay
+from expstore.datasets.buffers.openml import OpenMLExperienceReplay as OpenMLExperienceReplay
+from expstore.datasets.buffers.openx import OpenXExperienceReplay as OpenXExperienceReplay
+from expstore.datasets.buffers.rlds import RLDSExperienceReplay as RLDSExperienceReplay
+from expstore.datasets.buffers.roboset import RobosetExperienceReplay as RobosetExperienceReplay
+from expstore.datasets.buffers.vd4rl import VD4RLExperienceReplay as VD4RLExperienceReplay
 from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer as OfflineToOnlineReplayBuffer
 from expstore.datasets.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
+from expstore.datasets.registry import load_dataset as load_dataset
+from expstore.datasets.registry import register_dataset as register_dataset
 from expstore.errors import CorruptionError as CorruptionError
 from expstore.errors import ExpStoreError as ExpStoreError
 from expstore.errors import LockedError as LockedError

@@ -42,6 +42,7 @@ def loaded_after(code: str) -> set[str]:
 
 def test_importing_the_package_loads_nothing_slow() -> None:
     assert loaded_after("import expstore").isdisjoint(SLOW)
+    assert loaded_after("import expstore.datasets, expstore\nexpstore.datasets").isdisjoint(SLOW)
 
 
 def test_help_loads_nothing_slow() -> None:
@@ -84,7 +85,7 @@ def test_every_public_name_resolves() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["buffers", "collectors", "exchange", "schema", "storages", "trajectories", "writers"]
+    "name", ["buffers", "collectors", "datasets", "exchange", "schema", "storages", "trajectories", "writers"]
 )
 def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
     package = importlib.import_module(f"expstore.{name}")
@@ -92,6 +93,14 @@ def test_every_name_of_a_lazy_package_resolves(name: str) -> None:
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"'expstore.{name}' has no attribute 'no_such_name'"):
         package.no_such_name  # noqa: B018
+
+
+def test_the_data_set_classes_are_names_of_the_package() -> None:
+    names = [name for name in expstore.datasets.__all__ if name.endswith("ExperienceReplay")]
+    assert len(names) == 11
+    for name in (*names, "load_dataset", "register_dataset"):
+        assert getattr(expstore, name) is getattr(expstore.datasets, name)
+        assert name in expstore.__all__
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
