@@ -59,7 +59,8 @@ def list_(
     if available:
         _list_available(prefix, as_json)
         return 0
-    found = [facts for facts in _stores() if prefix is None or facts["name"].startswith(f"{prefix}:")]
+    folder = None if prefix is None else _collection(prefix)
+    found = [facts for facts in _stores() if folder is None or facts["name"].startswith(f"{folder}:")]
     if as_json:
         print_json(found)
         return 0
@@ -79,8 +80,11 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
         raise typer.BadParameter(str(exc), param_hint="PREFIX") from exc
     if as_json:
         print_json(names)
-    else:
+    elif names:
         typer.echo("\n".join(names))
+    else:
+        any_id = f"{_collection(prefix)}:ID"
+        typer.echo(f"there is no list of names; any id can be asked for: expstore datasets fetch {any_id}")
 
 
 def _stores() -> Iterator[dict[str, Any]]:
@@ -185,8 +189,13 @@ def _split(name: str, root: Path | None) -> tuple[Path, str]:
     prefix, colon, dataset_id = name.partition(":")
     if not (prefix and colon and dataset_id) or ".." in dataset_id.split("/") or dataset_id.startswith("/"):
         raise typer.BadParameter(f"{name!r} is not of the form PREFIX:ID", param_hint="NAME")
-    prefix = {"atari_dqn": "atari"}.get(prefix, prefix)
-    return (data_folder(prefix) if root is None else root), dataset_id
+    return (data_folder(_collection(prefix)) if root is None else root), dataset_id
+
+
+def _collection(prefix: str) -> str:
+    """Return the name of a prefix's folder. As in `load_dataset`, case does not matter."""
+    name = prefix.strip().lower()
+    return {"atari_dqn": "atari"}.get(name, name)
 
 
 def _path(name: str, root: Path | None) -> Path:

@@ -60,6 +60,21 @@ def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.Capture
     assert not cache.exists()
 
 
+def test_a_prefix_in_any_case(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "mine.hdf5", arrays())
+    name = NAME.replace("d4rl", "D4RL")
+    assert run(["datasets", "fetch", name, "--source", str(file)]) == 0
+    capsys.readouterr()
+    assert run(["datasets", "list", "D4RL"]) == 0
+    assert NAME in capsys.readouterr().out
+    assert run(["datasets", "info", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["meta"]["import"]["format"] == "d4rl"
+    assert run(["datasets", "delete", name]) == 0
+    assert str(cache / "d4rl" / "hopper-medium-v2") in capsys.readouterr().out
+    assert run(["datasets", "list", "D4RL", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
 def test_without_a_command_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["datasets"]) == 2
     told = capsys.readouterr()
@@ -72,6 +87,17 @@ def test_names_are_listed(cache: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert len(capsys.readouterr().out.split()) == 250
     assert run(["datasets", "list", "--available"]) == 2
     assert "say of which collection: atari" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", ["lerobot", "RLDS"])
+def test_a_collection_without_a_list_says_so(
+    cache: Path, capsys: pytest.CaptureFixture[str], prefix: str
+) -> None:
+    assert run(["datasets", "list", prefix, "--available"]) == 0
+    told = f"any id can be asked for: expstore datasets fetch {prefix.lower()}:ID"
+    assert told in capsys.readouterr().out
+    assert run(["datasets", "list", prefix, "--available", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
 
 
 @pytest.mark.parametrize(
