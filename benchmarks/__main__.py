@@ -66,7 +66,7 @@ def run_part(run: Run, part: Part, wanted: argparse.Namespace) -> Outcome:
     given = [*part.arguments, "--json", str(run.figures(part)), "--folder", str(stores)]
     given += [f"--{wanted.effort}"] * (wanted.effort != "full")
     given += (part.smoke or ()) if wanted.effort == "smoke" else ()
-    if part.script in ("images", "peers") and wanted.effort != "smoke":
+    if part.script in ("images", "peers", "datasets") and wanted.effort != "smoke":
         given += ["--frames", str(wanted.frames)]
     if part.script == "images" and wanted.effort == "smoke":
         given += ["--frames", str(made_up_games(stores)), "--memory", str(stores / "memory")]

@@ -88,6 +88,14 @@ PARTS = (
         "lane by lane only Breakout, no stacks of frames, of writes only those of 64 rows",
         smoke=("--only", "Breakout/frame-8/,Breakout/extend-64,offered/tmpfs"),
     ),
+    Part(
+        "datasets",
+        "datasets",
+        ("--rows", "250000"),
+        900,
+        "250,000 rows of each game, not a million",
+        smoke=("--rows", "600", "--only", "Pong"),
+    ),
 )
 
 

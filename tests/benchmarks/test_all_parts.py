@@ -5,15 +5,21 @@ Run with the other tests; sizes are tiny and the figures mean nothing here.
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.atari import made_up
+from benchmarks.datasets import write_run
+from tests.support.atari_files import LoggedRing, Step
 from tests.support.paths import ROOT
 
 #: Seconds. Nothing here is about time: on a busy machine it may take long.
@@ -231,3 +237,38 @@ def test_images_are_measured(run: dict[str, Any]) -> None:
     # Two observations and 27 bytes, whole: nothing of TorchRL's is packed.
     assert 2 * 84 * 84 < size["torchrl"] < 2 * 84 * 84 + 1000
     assert 0 < size["images"] < 2 * 84 * 84 / 4
+
+
+def test_importing_a_data_set_is_measured(run: dict[str, Any]) -> None:
+    found = run["by_part"]["datasets"]
+    assert [*found] == [f"Pong/{what}" for what in ("import", "memory", "size", "sample")]
+    assert 500 < found["Pong/import"]["data"]["rows"] < 600  # less the rows of zeros before episodes
+    # A frame, action, reward, terminal; and some files that have few bytes.
+    assert 84 * 84 + 9 < found["Pong/size"]["data"]["torchrl"] < 84 * 84 + 200
+    assert min(row["value"] for row in found.values()) > 0
+
+
+def test_the_files_to_import_are_dopamines(tmp_path: Path) -> None:
+    """What `datasets.py` writes of a game is what a ring buffer logs that is given the game's steps."""
+    game = made_up(60)
+    write_run(game, tmp_path / "found", rows=700, checkpoints=3)
+    ring = LoggedRing(tmp_path / "wanted", slots=_array(tmp_path / "found", "add_count", 0).item() + 1)
+    for at in itertools.cycle(game.steps(1).tolist()):
+        reward, over = float(game.reward[at].clip(-1, 1)), bool(game.last[at + 1])
+        ring.add(Step(game.frames[at], int(game.action[at]), reward, over))
+        if ring.dumps == 3:
+            break
+    assert not ring.lost_rounds
+    names = sorted(path.name for path in (tmp_path / "wanted").iterdir())
+    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == names
+    assert len(names) == 18
+    for name in names:
+        stem, _, number = name.removesuffix(".gz").partition("_ckpt.")
+        found, wanted = (_array(tmp_path / folder, stem, int(number)) for folder in ("found", "wanted"))
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+
+
+def _array(folder: Path, name: str, number: int) -> Any:
+    with gzip.open(folder / f"{name}_ckpt.{number}.gz") as file:
+        return np.load(file)
