@@ -1,7 +1,8 @@
 """The code blocks of TorchRL's documents about buffers and their company, as they stand but for the imports.
 
-One test per block, retyped: what is stored is small, data sets and environments are what is installed, and
-names that TorchRL itself has given up since stand for those that took their places.
+One test per block, retyped: what is stored is small, data sets are small files of the same formats,
+environments are what is installed, and names that TorchRL itself has given up since stand for those that took
+their places.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import minari
+import numpy as np
 import pytest
 import torch
 import torchrl.data
+from gymnasium import spaces
+from minari.data_collector import EpisodeBuffer
 from tensordict import TensorDict
 
 import expstore
 from expstore import (
-    ImmutableDatasetWriter,
+    AtariDQNExperienceReplay,
     LazyMemmapStorage,
     LazyTensorStorage,
+    MinariExperienceReplay,
     MultiStep,
     PrioritizedSampler,
     RandomCropTensorDict,
@@ -32,9 +38,9 @@ from expstore import (
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
-    TensorStorage,
     split_trajectories,
 )
+from tests.support.atari_files import LoggedRing, play
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
@@ -58,6 +64,9 @@ SyncDataCollector = RENAMED["SyncDataCollector"]
 MultiSyncDataCollector = RENAMED["MultiSyncDataCollector"]
 ParallelEnv = RENAMED["ParallelEnv"]
 
+#: Stands for the first of Minari's public data sets.
+MAZE = "test/antmaze-v0"
+
 tqdm = SimpleNamespace(tqdm=iter)  # it only draws a bar
 
 
@@ -65,31 +74,46 @@ def make_env() -> GymEnv:
     return GymEnv("CartPole-v1")
 
 
-class AtariDQNExperienceReplay(TensorDictReplayBuffer):
-    """A data set as the documents have it: rows of a few episodes that nobody may change."""
+@pytest.fixture(scope="module", autouse=True)
+def _data_sets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have the data sets that the documents name where the classes look for them."""
+    folder = tmp_path_factory.mktemp("data")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EXPSTORE_DATA", str(folder / "stores"))
+        for number, name in enumerate(("Pong/5", "Asterix/5")):
+            ring = LoggedRing(folder / name / "replay_logs", slots=400)
+            play(ring, 700, number, shortest=70, longest=90)
+            AtariDQNExperienceReplay(name, source=folder / name / "replay_logs").close()
+        patch.setenv("MINARI_DATASETS_PATH", str(folder / "minari"))
+        create_maze(np.random.default_rng(3))
+        MinariExperienceReplay(MAZE, load_from_local_minari=True).close()
+        yield
 
-    def __init__(
-        self, name: str, batch_size: int, *, slice_len: int | None = None, num_procs: int = 0
-    ) -> None:
-        rows, length = 960, 96
-        done = (torch.arange(rows) % length == length - 1)[:, None]
-        frames = torch.arange(rows)[:, None, None].expand(rows, 4, 4).to(torch.uint8)
-        flags = {"done": done, "terminated": done, "truncated": torch.zeros_like(done)}
-        data = TensorDict(
-            {
-                "observation": frames,
-                "action": torch.zeros(rows, dtype=torch.int32),
-                "metadata": name,
-                "next": {"observation": frames + 1, "reward": torch.ones(rows), **flags},
-                **flags,
-            },
-            [rows],
+
+def create_maze(random: np.random.Generator) -> None:
+    """Have Minari make a data set with the observations of AntMaze."""
+    shapes = {"observation": 27, "achieved_goal": 2, "desired_goal": 2}
+    episodes = [
+        EpisodeBuffer(
+            id=number,
+            observations={name: random.normal(size=(51, size)) for name, size in shapes.items()},
+            actions=random.normal(size=(50, 8)).astype("f4"),
+            rewards=random.normal(size=50).tolist(),
+            terminations=[False] * 50,
+            truncations=[False] * 49 + [True],
+            infos={"goal": random.normal(size=(51, 2))},
         )
-        super().__init__(
-            storage=TensorStorage(data),
-            sampler=None if slice_len is None else SliceSampler(slice_len=slice_len),
-            writer=ImmutableDatasetWriter(),
-            batch_size=batch_size,
+        for number in range(4)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it was not told
+        minari.create_dataset_from_buffers(
+            MAZE,
+            buffer=episodes,
+            observation_space=spaces.Dict(
+                {name: spaces.Box(-np.inf, np.inf, (size,)) for name, size in shapes.items()}
+            ),
+            action_space=spaces.Box(-np.inf, np.inf, (8,)),
         )
 
 
@@ -99,12 +123,14 @@ def test_a_data_set_is_gone_through() -> None:
         print(data)
         break
     assert data.shape == (128,)
-    assert data["observation"].shape == (128, 4, 4)
+    assert data["observation"].shape == data["next", "observation"].shape == (128, 84, 84)
     assert data["next", "reward"].dtype == torch.float32
-    assert (data["next", "observation"] == data["observation"] + 1).all()
+    inside = ~data["next", "done"][:, 0]  # the frame after a last step is not recorded
+    frames = data["observation"][inside, 0, 0].int(), data["next", "observation"][inside, 0, 0].int()
+    assert ((frames[1] - frames[0]) % 250 == 1).all()
     assert data["index"].dtype == torch.int64
-    assert data["metadata"] == "Pong/5" or set(data["metadata"]) == {"Pong/5"}
-    with pytest.raises(RuntimeError, match="This dataset doesn't allow writing"):
+    assert data["metadata"]["dataset_id"] == "Pong/5"
+    with pytest.raises(RuntimeError, match="open for reading only"):
         dataset.extend(data)
 
 
@@ -117,7 +143,7 @@ def test_a_data_set_is_drawn_in_slices() -> None:
     index = data.get("index").reshape(2, 64)
     assert (index.diff(dim=1) == 1).all()
     assert data["next", "truncated"].shape == (128, 1)
-    assert data["next", "truncated"].reshape(2, 64)[:, -1].all()
+    assert data["next", "done"].reshape(2, 64)[:, -1].all()
 
 
 def test_data_sets_are_put_together() -> None:
@@ -131,10 +157,9 @@ def test_data_sets_are_put_together() -> None:
     assert sample.shape == (2, 64)
     assert sample["index", "buffer_ids"].tolist() == [[0] * 64, [1] * 64]
     assert (sample["index", "index"].diff(dim=1) == 1).all()
-    assert sample["observation"].shape == (2, 64, 4, 4)
+    assert sample["observation"].shape == (2, 64, 84, 84)
     for number, name in enumerate(("Pong/5", "Asterix/5")):
-        told = sample[number]["metadata"]
-        assert told == name or set(told) == {name}
+        assert sample[number]["metadata"]["dataset_id"] == name
 
 
 def test_a_transform_is_inverted() -> None:
@@ -186,28 +211,7 @@ def test_a_prioritized_buffer_is_saved_and_loaded() -> None:
 
 
 def test_a_data_set_is_made_into_another() -> None:
-    rows = 200
-    observation = TensorDict(
-        {
-            "observation": torch.randn(rows, 27),
-            "achieved_goal": torch.randn(rows, 2),
-            "desired_goal": torch.randn(rows, 2),
-        },
-        [rows],
-    )
-    source = TensorDict(
-        {
-            "action": torch.randn(rows, 8),
-            "episode": torch.arange(rows) // 50,
-            "info": {"goal": torch.randn(rows, 2)},
-            "observation": observation,
-            "next": {"observation": observation.clone(), "reward": torch.randn(rows, 1)},
-        },
-        [rows],
-    )
-    data = TensorDictReplayBuffer(
-        storage=TensorStorage(source), writer=ImmutableDatasetWriter(), batch_size=32
-    )
+    data = MinariExperienceReplay(MAZE, batch_size=32)
     print(data)
     cat_tensors = CatTensors(
         in_keys=[
@@ -228,16 +232,33 @@ def test_a_data_set_is_made_into_another() -> None:
     t = Compose(cat_tensors, cat_next_tensors)
 
     def func(td: Any) -> Any:
-        td = td.select("action", "episode", ("next", "observation"), ("next", "reward"), "observation")
-        return t(td)
+        td = td.select(
+            "action",
+            "episode",
+            ("next", "done"),
+            ("next", "observation"),
+            ("next", "reward"),
+            ("next", "terminated"),
+            ("next", "truncated"),
+            "observation",
+        )
+        td = t(td)
+        return td
 
-    # `preprocess` is a method of data sets; on a buffer it is written out.
-    new_storage = TensorStorage(func(data[:]))
-    rb = ReplayBuffer(storage=new_storage)
-    print(rb)
-    assert len(rb) == rows
-    assert rb[:]["obs"].shape == (rows, 31)
-    assert rb.sample(5)["next", "obs"].shape == (5, 31)
+    with tempfile.TemporaryDirectory() as tmpdir:
+        new_storage = data.preprocess(func, num_workers=4, pbar=True, mp_start_method="fork", dest=tmpdir)
+        rb = ReplayBuffer(storage=new_storage)
+        print(rb)
+        rows, source = rb[:], data[:]
+        assert rb.sample(5)["next", "obs"].shape == (5, 31)
+        assert rb.sql("SELECT count(*) FROM episodes").fetchall() == [(4,)]
+        rb.close()
+    assert len(rows) == 200
+    wanted = func(source)
+    assert wanted["obs"].shape == wanted["next", "obs"].shape == (200, 31)
+    for key in wanted.keys(True, True):
+        torch.testing.assert_close(rows[key], wanted[key])
+    data.close()
 
 
 @pytest.fixture(name="policy")

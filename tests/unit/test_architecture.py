@@ -22,6 +22,7 @@ from tests.support.paths import ROOT
 #: library -> the only packages that may import it.
 HOME_OF_LIBRARY: dict[str, set[str]] = {
     "anyio": {"api"},
+    "cloudpickle": {"datasets"},
     "duckdb": {"sql"},
     "fastapi": {"api"},
     "gymnasium": {"cli", "collectors", "specs"},

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -113,10 +114,20 @@ def _results(
 
 
 class _Apply:
-    """Read rows and apply a function to them, in any process."""
+    """Read rows and apply a function to them, in any process.
+
+    The function may be a lambda or a local one, which only cloudpickle can send to another process.
+    """
 
     def __init__(self, rb: TensorDictReplayBuffer, fn: Function) -> None:
         self._rb, self._fn = rb, fn
+
+    def __getstate__(self) -> tuple[TensorDictReplayBuffer, bytes]:
+        return self._rb, cloudpickle.dumps(self._fn)
+
+    def __setstate__(self, state: tuple[TensorDictReplayBuffer, bytes]) -> None:
+        self._rb, fn = state
+        self._fn = cloudpickle.loads(fn)
 
     def __call__(self, rows: TensorDictBase) -> TensorDictBase:
         batch = self._rb[rows["row"]].exclude(*_OWN_KEYS)
