@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore import NotFoundError, SchemaError, StorageError
+from expstore import NotFoundError, SchemaError, StateError, StorageError
 from expstore.datasets import GenDGRLExperienceReplay, GenDGRLReader, gen_dgrl, import_dataset
 from tests.support.data_server import serving_files
 
@@ -156,6 +156,23 @@ def test_the_class(tmp_path: Path) -> None:
         assert address.endswith(f"{gen_dgrl_folder(category)}/{game}.tar.xz")
     with pytest.raises(ValueError, match="is not one of the data sets"):
         GenDGRLExperienceReplay("bigfish-2M", root=tmp_path)
+
+
+def test_new_rows_need_a_writer(tmp_path: Path) -> None:
+    source = archive(tmp_path / "raw/bigfish.tar", trajectories())
+    data = GenDGRLExperienceReplay("bigfish-1M_E", 8, root=tmp_path / "root", source=source)
+    rows = data[:4].exclude("index")
+    with pytest.raises(StateError, match="open for reading only"):
+        data.extend(rows)
+    assert len(data) == 15
+    data.close()
+    data = GenDGRLExperienceReplay(
+        "bigfish-1M_E", 8, root=tmp_path / "root", writer=expstore.TensorDictRoundRobinWriter()
+    )
+    data.extend(rows)
+    assert len(data) == 19
+    torch.testing.assert_close(data[15:]["observation"], rows["observation"])
+    data.close()
 
 
 def gen_dgrl_folder(category: str) -> str:

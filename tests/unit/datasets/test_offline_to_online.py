@@ -24,6 +24,7 @@ from expstore import (
 from expstore.errors import SchemaError
 from expstore.transforms import StepTransform
 from tests.unit.datasets.test_d4rl import arrays, write
+from tests.unit.datasets.test_minari import create
 
 pytestmark = pytest.mark.index
 
@@ -246,3 +247,23 @@ def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert rb.sample()["observation"].shape == (8, 3)
     copy = ReplayBuffer(storage=LazyTensorStorage(50))
     assert len(prefill_replay_buffer(copy, "d4rl:hopper-medium-v2", n_samples=10)) == 10
+
+
+def test_a_data_set_of_minari_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPSTORE_DATA", str(tmp_path / "cache"))
+    source = create(tmp_path / "own", monkeypatch, plain=True)
+    rb = OfflineToOnlineReplayBuffer(
+        "minari:test/hop-v0", online_capacity=50, batch_size=8, offline_fraction=0.75, source=source
+    )
+    dataset = rb.offline_buffer
+    assert isinstance(dataset, expstore.MinariExperienceReplay)
+    assert dataset.data_path == tmp_path / "cache" / "minari" / "test" / "hop-v0"
+    assert len(rb) == len(dataset) == 16
+    assert rb.sample().batch_size == (8,)
+    new = dataset[:5].exclude("index")
+    new["observation", "pos"] = torch.full_like(new["observation", "pos"], -1)
+    rb.extend(new)
+    batch = rb.sample()
+    assert (batch["observation", "pos"][:6] >= 0).all()
+    assert (batch["observation", "pos"][6:] == -1).all()
+    assert (len(dataset), len(rb.online_buffer)) == (16, 5)

@@ -14,7 +14,7 @@ import sklearn.datasets
 import torch
 
 import expstore
-from expstore import NotFoundError, RemoteError, SchemaError, StorageError
+from expstore import NotFoundError, RemoteError, SchemaError, StateError, StorageError
 from expstore.datasets import OpenMLExperienceReplay, OpenMLReader, import_dataset, openml
 from tests.support.data_server import serving_files
 
@@ -113,6 +113,36 @@ def test_the_class(tmp_path: Path) -> None:
         OpenMLExperienceReplay("iris", 32, root=tmp_path)
     with pytest.raises(RemoteError, match="cannot ask http://127.0.0.1:1/"):
         OpenMLExperienceReplay("magic", 32, root=tmp_path / "root", mirror="http://127.0.0.1:1")
+
+
+def test_new_rows_need_a_writer(tmp_path: Path) -> None:
+    source = write_arff(tmp_path / "shuttle.arff", table("shuttle"))
+    data = OpenMLExperienceReplay("shuttle", 8, tmp_path / "root", source=source)
+    rows = data[:4].exclude("index")
+    with pytest.raises(StateError, match="open for reading only"):
+        data.extend(rows)
+    data.close()
+    data = OpenMLExperienceReplay(
+        "shuttle", 8, tmp_path / "root", writer=expstore.TensorDictRoundRobinWriter()
+    )
+    data.extend(rows)
+    assert len(data) == ROWS + 4
+    torch.testing.assert_close(data[ROWS:]["X"], rows["X"])
+    data.close()
+
+
+def test_without_download_nothing_is_asked_for(tmp_path: Path) -> None:
+    with serving_files(tmp_path) as server:
+        with pytest.raises(NotFoundError, match="could not be found in .*shuttle"):
+            OpenMLExperienceReplay("shuttle", 8, tmp_path / "root", download=False, mirror=server.url)
+        source = write_arff(tmp_path / "shuttle.arff", table("shuttle"))
+        for given in (source, None):
+            data = OpenMLExperienceReplay(
+                "shuttle", 8, tmp_path / "root", download=False, mirror=server.url, source=given
+            )
+            assert len(data) == ROWS
+            data.close()
+        assert server.requests == []
 
 
 def test_bad_files_leave_nothing(tmp_path: Path) -> None:
