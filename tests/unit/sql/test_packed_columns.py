@@ -271,6 +271,19 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
     assert read == [1, 1, 1, 1]
 
 
+#: How many processes the long tests start, 8 at a time.
+ENDINGS = 500
+#: A process that takes so long hangs: eight that load torch at once take minutes on a busy machine.
+HANG_SECONDS = 900
+
+_SCRIPT = """
+import sys
+import expstore
+rb = expstore.open(sys.argv[1], mode="r")
+print(len(rb.sql("SELECT * FROM transitions LIMIT 2")))
+"""
+
+
 def run_sql(path: Path) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
@@ -281,16 +294,35 @@ def run_sql(path: Path) -> subprocess.CompletedProcess[str]:
         "SELECT * FROM transitions LIMIT 2",
         "--json",
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+
+
+def run_script(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that asks in SQL and ends without close()."""
+    command = [sys.executable, "-c", _SCRIPT, str(path)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS)
+
+
+@pytest.fixture
+def packed_images(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A closed store of packed images, with shards as long as ever."""
+    monkeypatch.undo()
+    with expstore.open(store_path, layout="packed") as rb:
+        rb.extend(TensorDict({"image": torch.arange(4000)[:, None].repeat(1, 7056).to(torch.uint8)}, [4000]))
+    return store_path
 
 
 @pytest.mark.torture
-def test_many_processes_end_after_a_query_with_a_limit(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()  # shards as long as ever
-    with expstore.open(store_path, layout="packed") as rb:
-        rb.extend(TensorDict({"image": torch.arange(4000)[:, None].repeat(1, 7056).to(torch.uint8)}, [4000]))
+@pytest.mark.timeout(6 * 3600)
+def test_many_processes_end_after_a_query_with_a_limit(packed_images: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        for done in pool.map(run_sql, [store_path] * 40):
+        for done in pool.map(run_sql, [packed_images] * ENDINGS):
             assert (done.returncode, done.stderr, len(json.loads(done.stdout))) == (0, "", 2)
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(6 * 3600)
+def test_many_programs_end_after_a_query_without_a_close(packed_images: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        for done in pool.map(run_script, [packed_images] * ENDINGS):
+            assert (done.returncode, done.stderr, done.stdout) == (0, "", "2\n")
