@@ -131,10 +131,10 @@ def fetch(
     as_json: Json = False,
 ) -> int:
     """Fetch a data set and make its store, or continue what was interrupted."""
-    from expstore.datasets.registry import load_dataset
-
     more = {} if mirror is None else {"mirror": mirror}
     try:
+        from expstore.datasets.registry import load_dataset
+
         with _bad_name(name):
             data = load_dataset(name, source=source, root=root, download="force" if force else True, **more)
     except KeyboardInterrupt:

@@ -14,8 +14,9 @@ import typer
 from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json, size_text
 from expstore.cli.paths import to_local
+from expstore.exchange.base import no_progress
 from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, lost_by
-from expstore.exchange.progress_bar import show_progress
+from expstore.exchange.progress_bar import show_import, show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -189,6 +190,12 @@ def import_(
         ),
     ] = None,
     storage: AsStorage = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            "--checkpoints", metavar="RANGE", help="In atari-dqn: only these checkpoints, as in 0-9,20."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make a store of rows that other programs have written, or expstore exported."""
@@ -208,9 +215,15 @@ def import_(
         recognised, doubt = arrays_format(source)
         form = recognised or form
         _note([doubt] if doubt else [])
+    if checkpoints is not None and form != "atari-dqn":
+        raise typer.BadParameter(f"does not apply to {form}", param_hint="--checkpoints")
     if form in DATASETS or grouped is not None:
-        options = {"capacity": capacity} if capacity is not None and form in WITH_CAPACITY else {}
-        refused = {"--map": names, "--capacity": not options and capacity, "--storage": storage}
+        options: dict[str, Any] = {}
+        if capacity is not None and form in WITH_CAPACITY:
+            options["capacity"] = capacity
+        if checkpoints is not None:
+            options["checkpoints"] = _numbers(checkpoints)
+        refused = {"--map": names, "--capacity": "capacity" not in options and capacity, "--storage": storage}
         for name, value in refused.items():
             if value:
                 advice = (
@@ -236,15 +249,27 @@ def import_(
 
 
 def _import_data_set(form: str, source: Path, store: Path, options: Mapping[str, Any]) -> Imported:
-    """Import a data set, or continue an import that was interrupted. Say before what is left out."""
-    from expstore.datasets import import_dataset
-    from expstore.datasets.formats import make_reader
-
-    reader = make_reader(form, source, **options)
-    _note(reader.notes())
+    """Import a data set, or continue an import that was interrupted. Print notes of the reader before it."""
     try:
-        with show_progress("importing", "rows") as show, stoppable(show) as progress:
-            return import_dataset(reader, store, progress=progress)
+        # From here on Ctrl-C ends the work between two pieces, also while the libraries are loaded.
+        with stoppable(no_progress) as check:
+            from expstore.datasets import import_dataset
+            from expstore.datasets.formats import make_reader
+
+            reader = make_reader(form, source, **options)
+            check(0, 0)
+            _note(reader.notes())
+            with show_import(show_progress) as (checking, rows):
+
+                def checked(done: int, total: int) -> None:
+                    checking(done, total)
+                    check(done, total)
+
+                def imported(done: int, total: int) -> None:
+                    rows(done, total)
+                    check(done, total)
+
+                return import_dataset(reader, store, progress=imported, checking=checked)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command continues the import", err=True)
         raise
@@ -278,3 +303,16 @@ def _pairs(names: list[str]) -> dict[str, str]:
         if "=" not in name or name.startswith("="):
             raise typer.BadParameter(f"{name!r} is not of the form THEIRS=OURS", param_hint="--map")
     return {theirs: ours for theirs, _, ours in (name.partition("=") for name in names)}
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers that `--checkpoints` names."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise typer.BadParameter(
+                f"{part!r} is not a number or a range, as in 0-9,20", param_hint="--checkpoints"
+            )
+        found += range(int(first), int(last or first) + 1)
+    return found

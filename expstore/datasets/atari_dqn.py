@@ -13,10 +13,10 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,10 +27,10 @@ from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
-from expstore.errors import NotFoundError, SchemaError
+from expstore.errors import ExpStoreError, NotFoundError, SchemaError, StorageError
 from expstore.exchange.base import open_to_read
 
-__all__ = ["CHECKPOINT_FILES", "AtariDQNReader", "torchrl_checkpoints"]
+__all__ = ["CHECKPOINT_FILES", "AtariDQNReader", "as_ranges", "run_name", "torchrl_checkpoints"]
 
 _COLUMNS = ("observation", "action", "reward", "terminal")
 #: The files of a checkpoint, without `_ckpt.N.gz`.
@@ -38,6 +38,8 @@ CHECKPOINT_FILES = (*(f"$store$_{name}" for name in _COLUMNS), "add_count", "inv
 _FILE = re.compile(r"^(.+)_ckpt\.(\d+)\.gz$")
 #: Rows of zeros that Dopamine puts before every episode: the stack of frames less one.
 _PADDING = 3
+#: A run of the public data set has the checkpoints 0 to 49.
+_CHECKPOINTS = 50
 _SLAB_BYTES = 8 << 20
 _READ_BYTES = 1 << 20
 
@@ -57,10 +59,13 @@ class AtariDQNReader(Reader):
         source: Folder of the files, as in `Pong/1/replay_logs`, or of the run, `Pong/1`; or the folder in
             which TorchRL keeps a run, `~/.cache/torchrl/atari/Pong/1`.
         runs: Read only so many checkpoints, the first ones. None: all of them.
+        checkpoints: Read only the checkpoints with these numbers, in the order of the numbers. None: all that
+            are there; then none may be missing between the first and the last one.
 
     Raises:
-        NotFoundError: There is no such folder, or no complete checkpoint in it.
-        SchemaError: A checkpoint lacks one of its six files, or an array has another shape.
+        NotFoundError: There is no such folder, no checkpoint in it, or not one that `checkpoints` names.
+        SchemaError: A checkpoint is missing in the middle, or lacks one of its six files; or both `runs` and
+            `checkpoints` are given.
 
     Example:
         >>> import_dataset(AtariDQNReader("Pong/1/replay_logs"), "pong.exp")
@@ -68,7 +73,9 @@ class AtariDQNReader(Reader):
 
     format: ClassVar[str] = "atari-dqn"
 
-    def __init__(self, source: str | Path, *, runs: int | None = None) -> None:
+    def __init__(
+        self, source: str | Path, *, runs: int | None = None, checkpoints: Sequence[int] | None = None
+    ) -> None:
         folder, disk = local_path(source), ReadingDisk()
         check_folder(folder)
         self._folder = folder / "replay_logs" if disk.is_dir(folder / "replay_logs") else folder
@@ -81,22 +88,54 @@ class AtariDQNReader(Reader):
                 f"there is no checkpoint in {self._folder}",
                 hint="files are called $store$_observation_ckpt.0.gz, ...; quote the $ in a shell",
             )
-        for number, files in found.items():
-            if absent := [name for name in CHECKPOINT_FILES if name not in files]:
-                raise SchemaError(f"checkpoint {number} in {self._folder} has no {', '.join(absent)}")
         if runs is not None and runs < 1:
             raise SchemaError(f"runs={runs} is not a positive number of checkpoints")
+        if runs is not None and checkpoints is not None:
+            raise SchemaError("runs and checkpoints exclude each other", hint="pass one of them")
         self._runs = runs
-        self._found = {number: found[number] for number in sorted(found)[:runs]}
+        self._checkpoints = None if checkpoints is None else sorted({int(number) for number in checkpoints})
+        chosen = self._choose(sorted(found))
+        for number in chosen:
+            if absent := [name for name in CHECKPOINT_FILES if name not in found[number]]:
+                raise SchemaError(f"checkpoint {number} in {self._folder} has no {', '.join(absent)}")
+        self._found = {number: found[number] for number in chosen}
+
+    def _choose(self, there: list[int]) -> list[int]:
+        """Return the checkpoints to read, of those that are there."""
+        if self._checkpoints is not None:
+            absent = sorted({*self._checkpoints} - {*there})
+            if absent or not self._checkpoints:
+                raise NotFoundError(
+                    f"{self._folder} has no checkpoint {as_ranges(absent)}; it has {as_ranges(there)}"
+                )
+            return self._checkpoints
+        chosen = there[: self._runs]
+        if absent := sorted({*range(chosen[0], chosen[-1])} - {*chosen}):
+            raise SchemaError(
+                f"checkpoint {as_ranges(absent)} is missing in {self._folder}, which has {as_ranges(there)}",
+                hint="add its files, or import without it: pass checkpoints=, on the command line "
+                f"--checkpoints {as_ranges(chosen)}",
+            )
+        return chosen
 
     def parts(self) -> list[Part]:
         """Return the checkpoints as one part: their episodes continue from one to the next."""
         files = [path for files in self._found.values() for _, path in sorted(files.items())]
-        return [Part(name=_name_of(self._folder), files=files)]
+        return [Part(name=run_name(self._folder), files=files)]
 
     def options(self) -> Mapping[str, Any]:
-        """Return how many checkpoints are read."""
-        return {"runs": self._runs}
+        """Return which checkpoints are read."""
+        chosen = {} if self._checkpoints is None else {"checkpoints": self._checkpoints}
+        return {"runs": self._runs, **chosen}
+
+    def notes(self) -> list[str]:
+        """Return which checkpoints of a run are not there, unless only some were asked for."""
+        numbers = list(self._found)
+        if self._runs or self._checkpoints or (numbers[0] == 0 and numbers[-1] >= _CHECKPOINTS - 1):
+            return []
+        return [
+            f"{self._folder} has the checkpoints {as_ranges(numbers)}; a whole run has 0-{_CHECKPOINTS - 1}"
+        ]
 
     def facts(self) -> Mapping[str, Any]:
         """Return `add_count` and `invalid_range` of the checkpoints, as TorchRL's samples have them."""
@@ -104,10 +143,30 @@ class AtariDQNReader(Reader):
         return {"atari": {number: {"add_count": a, "invalid_range": i} for number, (a, i) in counts.items()}}
 
     def count_rows(self, part: Part) -> int:
-        """Return how many rows were written to the ring, the padding included."""
-        counts = [self._read_count(number)[0] for number in self._found]
-        # The dump at the end of a run counts from 0.
-        return sum(b - a if b > a else b for a, b in pairwise([0, *counts]))
+        """Return how many rows the episodes have, if no round of the ring was lost."""
+        rows, left, former = 0, _PADDING, None
+        for number, files in self._found.items():
+            added, _ = self._read_count(number)
+            flags = _read_whole(files["$store$_terminal"]).reshape(-1) > 0
+            cursor = added % len(flags)
+            is_last_dump = former is not None and added < former
+            if is_last_dump and cursor == len(flags) - 1:
+                continue
+            joins = is_last_dump or (former is not None and added - former == len(flags))
+            if former is not None and not joins:
+                left = 0
+            read = np.concatenate([flags[-1:], flags[:cursor]]) if joins else flags[:cursor]
+            # Rows of padding: what is left of those before the first episode, and three behind every end.
+            ends = np.flatnonzero(read)
+            padding = min(left, len(read))
+            left -= padding
+            if ends.size:
+                behind = min(_PADDING, len(read) - 1 - int(ends[-1]))
+                padding += _PADDING * (ends.size - 1) + behind
+                left = _PADDING - behind
+            rows += len(read) - padding
+            former = added
+        return rows
 
     def episodes(self, part: Part) -> Iterator[Episode]:
         """Yield the episodes in pieces of at most 8 MB."""
@@ -132,6 +191,7 @@ class AtariDQNReader(Reader):
                     yield from cutter.add(checkpoint.last_row())
                 for rows in checkpoint.read(cursor):
                     yield from cutter.add(rows)
+                checkpoint.finish()
             former, former_number = added, number
         yield from cutter.cut()
 
@@ -179,7 +239,18 @@ def torchrl_checkpoints(folder: Path) -> dict[int, dict[str, Path]]:
     return found
 
 
-def _name_of(folder: Path) -> str:
+def as_ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text: "0-4,7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def run_name(folder: Path) -> str:
     """Return the game and the run: "Pong/1"."""
     above = folder.resolve()
     above = above.parent if above.name == "replay_logs" else above
@@ -247,9 +318,7 @@ class _Checkpoint:
         self._files = files
         self._number = number
         self._opened = ExitStack()
-        self._streams: list[Any] = []
-        self._shapes: list[tuple[int, ...]] = []
-        self._dtypes: list[np.dtype[Any]] = []
+        self._arrays: list[_ArrayFile] = []
 
     def __enter__(self) -> _Checkpoint:
         try:
@@ -261,41 +330,42 @@ class _Checkpoint:
 
     def _open(self) -> None:
         for name in _COLUMNS:
-            stream, shape, dtype = self._opened.enter_context(_open_array(self._files[f"$store$_{name}"]))
-            self._streams.append(stream)
+            path = self._files[f"$store$_{name}"]
+            array = self._opened.enter_context(_open_array(path))
             wanted = 3 if name == "observation" else 1
-            if len(shape) != wanted or dtype.kind not in "biuf":
-                raise SchemaError(f"{name} of checkpoint {self._number} has shape {list(shape)} of {dtype}")
-            self._shapes.append(shape)
-            self._dtypes.append(dtype)
-        if len({shape[0] for shape in self._shapes}) != 1:
-            sizes = ", ".join(f"{n} {s[0]}" for n, s in zip(_COLUMNS, self._shapes, strict=True))
+            if len(array.shape) != wanted or array.dtype.kind not in "biuf":
+                raise SchemaError(
+                    f"{path}: {name} of checkpoint {self._number} has shape {list(array.shape)} of "
+                    f"{array.dtype}, and {wanted} dimensions of numbers are expected"
+                )
+            self._arrays.append(array)
+        if len({array.shape[0] for array in self._arrays}) != 1:
+            sizes = ", ".join(f"{one.path.name} {one.shape[0]}" for one in self._arrays)
             raise SchemaError(f"the arrays of checkpoint {self._number} differ in length: {sizes}")
-        self.slots = self._shapes[0][0]
+        self.slots = self._arrays[0].shape[0]
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
 
     def read(self, count: int) -> Iterator[_Rows]:
         """Yield the rows of the first slots."""
-        row_bytes = int(np.prod(self._shapes[0][1:])) * self._dtypes[0].itemsize
-        size = max(1, _SLAB_BYTES // max(1, row_bytes))
+        size = max(1, _SLAB_BYTES // max(1, self._arrays[0].row_bytes))
         for start in range(0, count, size):
             rows = min(size, count - start)
-            yield self._rows(
-                [
-                    _read_rows(stream, shape, dtype, rows)
-                    for stream, shape, dtype in zip(self._streams, self._shapes, self._dtypes, strict=True)
-                ]
-            )
+            yield self._rows([array.read(rows) for array in self._arrays])
+
+    def finish(self) -> None:
+        """Read the files to their ends, and check their checksums."""
+        for array in self._arrays:
+            array.finish()
 
     def last_row(self) -> _Rows:
         """Return the row of the last slot, which a second pass over the files finds."""
         found = []
-        for name, shape, dtype in zip(_COLUMNS, self._shapes, self._dtypes, strict=True):
-            with _open_array(self._files[f"$store$_{name}"]) as (stream, _, _):
-                _skip(stream, (shape[0] - 1) * int(np.prod(shape[1:])) * dtype.itemsize)
-                found.append(_read_rows(stream, shape, dtype, 1))
+        for name in _COLUMNS:
+            with _open_array(self._files[f"$store$_{name}"]) as array:
+                array.skip(array.shape[0] - 1)
+                found.append(array.read(1))
         return self._rows(found)
 
     @staticmethod
@@ -305,57 +375,105 @@ class _Checkpoint:
 
 
 @contextmanager
-def _decompressed(path: Path) -> Iterator[gzip.GzipFile]:
-    with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
-        with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
-            yield stream
+def _naming(path: Path) -> Iterator[None]:
+    """Make errors of reading a file name it."""
+    try:
+        yield
+    except ExpStoreError:
+        raise
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as exc:
+        raise StorageError(f"cannot read {path}: {exc or type(exc).__name__}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class _ArrayFile:
+    """An array in a file, read from its first row to its last.
+
+    Args:
+        path: The file.
+        stream: Yields the bytes of the rows.
+        shape: Shape of the array.
+        dtype: Type of its values.
+    """
+
+    path: Path
+    stream: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row has."""
+        return int(np.prod(self.shape[1:])) * self.dtype.itemsize
+
+    def read(self, count: int) -> Array:
+        """Return the next rows. Shape `(count, *shape[1:])`."""
+        data = self._read(count * self.row_bytes)
+        return np.frombuffer(data, self.dtype).reshape(count, *self.shape[1:])
+
+    def read_whole(self) -> Array:
+        """Return the whole array, and check the checksum."""
+        found = np.frombuffer(self._read(int(np.prod(self.shape)) * self.dtype.itemsize), self.dtype)
+        self.finish()
+        return found.reshape(self.shape)
+
+    def skip(self, count: int) -> None:
+        """Skip rows."""
+        left = count * self.row_bytes
+        while left:
+            left -= len(self._read(min(left, _READ_BYTES)))
+
+    def finish(self) -> None:
+        """Read the file to its end. The checksum of a .gz file is behind its last byte of data."""
+        if isinstance(self.stream, gzip.GzipFile):
+            with _naming(self.path):
+                while self.stream.read(_READ_BYTES):
+                    continue
+
+    def _read(self, size: int) -> bytes:
+        with _naming(self.path):
+            data: bytes = self.stream.read(size)
+        if len(data) != size:
+            raise StorageError(f"cannot read {self.path}: it ends {size - len(data)} bytes too early")
+        return data
 
 
 @contextmanager
-def _open_array(path: Path) -> Iterator[tuple[Any, tuple[int, ...], np.dtype[Any]]]:
-    """Open an array; yield what reads its rows, its shape and its dtype."""
+def _open_array(path: Path) -> Iterator[_ArrayFile]:
+    """Open an array."""
     if path.suffix == ".gz":
-        with _decompressed(path) as stream:
-            yield (stream, *_read_header(stream))
+        with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
+            with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
+                with _naming(path):
+                    shape, dtype = _read_header(path, stream)
+                yield _ArrayFile(path, stream, shape, dtype)
         return
-    about = json.loads(ReadingDisk().read_whole((path.parent / "meta.json").resolve()))[path.stem]
-    shape = tuple(int(one) for one in about["shape"])
+    with _naming(path):
+        about = json.loads(ReadingDisk().read_whole((path.parent / "meta.json").resolve()))[path.stem]
+        shape = tuple(int(one) for one in about["shape"])
+        dtype = np.dtype(str(about["dtype"]).removeprefix("torch."))
     if path.stem == "observation":
         shape = (shape[0] - 1, *shape[1:])  # TorchRL puts a frame of zeros behind the last one
     with open_to_read(path) as file:
-        yield file, shape, np.dtype(str(about["dtype"]).removeprefix("torch."))
+        yield _ArrayFile(path, file, shape, dtype)
 
 
 def _read_whole(path: Path) -> Array:
     """Return a whole array."""
-    with _open_array(path) as (stream, shape, dtype):
-        return _read_rows(stream, (1, *shape), dtype, 1)
+    with _open_array(path) as array:
+        return array.read_whole()
 
 
-def _read_header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+def _read_header(path: Path, stream: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Read the header of a .npy stream; objects, which would be unpickled, are refused."""
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(stream)
     if is_fortran or dtype.hasobject:
-        raise SchemaError(f"an array of {dtype} in {'Fortran' if is_fortran else 'C'} order cannot be read")
+        raise SchemaError(
+            f"{path} is an array of {dtype} in {'Fortran' if is_fortran else 'C'} order, which cannot be read"
+        )
     return shape, dtype
-
-
-def _read_rows(stream: Any, shape: tuple[int, ...], dtype: np.dtype[Any], count: int) -> Array:
-    size = count * int(np.prod(shape[1:])) * dtype.itemsize
-    data = stream.read(size)
-    if len(data) != size:
-        raise EOFError(f"{stream.name} ends {size - len(data)} bytes too early")
-    return np.frombuffer(data, dtype).reshape(count, *shape[1:])
-
-
-def _skip(stream: Any, size: int) -> None:
-    while size:
-        data = stream.read(min(size, 1 << 20))
-        if not data:
-            raise EOFError(f"{stream.name} ends {size} bytes too early")
-        size -= len(data)
 
 
 class _Cutter:

@@ -11,11 +11,11 @@ from urllib.parse import quote
 import numpy as np
 import torch
 
-from expstore.datasets.atari_dqn import CHECKPOINT_FILES, AtariDQNReader
+from expstore.datasets.atari_dqn import CHECKPOINT_FILES, AtariDQNReader, as_ranges, run_name
 from expstore.datasets.buffers.base import BaseDatasetExperienceReplay, choose_sampler
 from expstore.datasets.download import RemoteFile
 from expstore.datasets.origin import Download, Origin
-from expstore.errors import NotFoundError, StateError
+from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.writers.writers import Writer
 
@@ -76,6 +76,7 @@ _GAMES = [
 
 _PUBLIC = "gs://atari-replay-datasets/dqn"
 _CHECKPOINTS = 50
+_RUNS = ("1", "2", "3", "4", "5")
 
 
 class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
@@ -113,6 +114,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         source: Folder `replay_logs` of a run, with `$store$_observation_ckpt.0.gz` and so on. As in the base.
         mirror: Address of a copy of the bucket's folder `dqn`.
         strict_length: The same as `strict_len`, which TorchRL's documentation calls so.
+        checkpoints: Read only the checkpoints with these numbers. None: all; then none may be missing in the
+            middle of the run.
         keywords: As `ReplayBuffer`.
 
     Attributes:
@@ -121,7 +124,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
     Raises:
         ValueError: There is no such data set.
         NotFoundError: There are no files: neither `source` nor `mirror` is given.
-        StateError: The store has another number of checkpoints than is asked for.
+        StateError: The store was made of other checkpoints than are asked for.
+        SchemaError: The path of the source names another game or run.
         ExpStoreError: As in the base.
 
     Example:
@@ -153,6 +157,7 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         source: str | Path | None = None,
         mirror: str | None = None,
         strict_length: bool | None = None,
+        checkpoints: Sequence[int] | None = None,
         **keywords: Any,
     ) -> None:
         if dataset_id not in self.available_datasets:
@@ -167,8 +172,8 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
             Origin(
                 name="atari",
                 dataset_id=dataset_id,
-                make_reader=partial(AtariDQNReader, runs=self._max_runs),
-                list_files=partial(_list_files, dataset_id, mirror, self._max_runs),
+                make_reader=partial(_make_reader, dataset_id, self._max_runs, checkpoints),
+                list_files=partial(_list_files, dataset_id, mirror, self._max_runs, checkpoints),
             ),
             batch_size,
             root=root,
@@ -193,11 +198,19 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
                 f"{self._max_runs or 'all'} are asked for",
                 hint='give download="force", or another root=',
             )
-        checkpoints = list(self.meta["atari"].values())
+        numbers = [int(number) for number in self.meta["atari"]]
+        if checkpoints is not None and numbers != sorted(set(checkpoints)):
+            self.close()
+            raise StateError(
+                f"{self.data_path} was made of the checkpoints {as_ranges(numbers)}, "
+                f"{as_ranges(sorted(set(checkpoints)))} are asked for",
+                hint='pass download="force" to make it again, or another root=',
+            )
+        facts = list(self.meta["atari"].values())
         self.set_metadata(
             {
-                "invalid_range": torch.tensor([one["invalid_range"] for one in checkpoints]),
-                "add_count": torch.tensor([one["add_count"] for one in checkpoints]),
+                "invalid_range": torch.tensor([one["invalid_range"] for one in facts]),
+                "add_count": torch.tensor([one["add_count"] for one in facts]),
                 "dataset_id": dataset_id,
             }
         )
@@ -210,7 +223,31 @@ class AtariDQNExperienceReplay(BaseDatasetExperienceReplay):
         return torch.from_numpy(np.repeat(np.arange(counts.size), counts))
 
 
-def _list_files(dataset_id: str, mirror: str | None, runs: int | None) -> Sequence[RemoteFile]:
+def _make_reader(
+    dataset_id: str, runs: int | None, checkpoints: Sequence[int] | None, source: Path
+) -> AtariDQNReader:
+    """Return the reader of a run.
+
+    Raises:
+        SchemaError: The path names another game, or another run of the game.
+    """
+    found = run_name(source)
+    game, _, run = found.partition("/")
+    wanted = dataset_id.partition("/")[0]
+    # The files may be in a folder of the game, without one of the run.
+    if run in _GAMES:
+        game, run = run, ""
+    if game in _GAMES and (game != wanted or (f"{game}/{run}" != dataset_id and run in _RUNS)):
+        raise SchemaError(
+            f"{dataset_id} is asked for, and the path {source} names {found if run else game}",
+            hint=f"pass the folder of {dataset_id}, or rename this one if its name is wrong",
+        )
+    return AtariDQNReader(source, runs=runs, checkpoints=checkpoints)
+
+
+def _list_files(
+    dataset_id: str, mirror: str | None, runs: int | None, checkpoints: Sequence[int] | None
+) -> Sequence[RemoteFile]:
     """Return the files of a run at a mirror.
 
     Raises:
@@ -223,7 +260,6 @@ def _list_files(dataset_id: str, mirror: str | None, runs: int | None) -> Sequen
             "address of a copy of the bucket's folder dqn",
         )
     base = f"{mirror.rstrip('/')}/{dataset_id}/replay_logs"
-    names = [
-        f"{name}_ckpt.{number}.gz" for number in range(runs or _CHECKPOINTS) for name in CHECKPOINT_FILES
-    ]
+    numbers = range(runs or _CHECKPOINTS) if checkpoints is None else sorted(set(checkpoints))
+    names = [f"{name}_ckpt.{number}.gz" for number in numbers for name in CHECKPOINT_FILES]
     return [RemoteFile(url=f"{base}/{quote(name)}", name=name) for name in names]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,8 @@ def test_all_that_was_played_comes_in_its_order(tmp_path: Path, first: int) -> N
         found = steps_of(pieces)
         if not ring.lost_rounds:
             whole += 1
+            reader = AtariDQNReader(ring.folder)
+            assert reader.count_rows(reader.parts()[0]) == len(found)
             assert len(found) == len(played)
             assert all(map(same, found, played))
         # Where rows are missing, no step is followed by a step that did not follow it.
@@ -100,9 +103,45 @@ def test_only_the_first_checkpoints(tmp_path: Path) -> None:
     reader = AtariDQNReader(ring.folder, runs=1)
     (part,) = reader.parts()
     assert len(part.files) == 6
-    assert sum(len(one) for one in reader.episodes(part)) < 50
-    assert reader.count_rows(part) == 49
-    assert AtariDQNReader(ring.folder).count_rows(part) == 99
+    rows = sum(len(one) for one in reader.episodes(part))
+    assert reader.count_rows(part) == rows < 49
+    assert reader.notes() == []
+    chosen = AtariDQNReader(ring.folder, checkpoints=[1])
+    assert [file.name[-5:] for file in chosen.parts()[0].files] == [".1.gz"] * 6
+    assert chosen.options() == {"runs": None, "checkpoints": [1]}
+    assert AtariDQNReader(ring.folder).notes() == [
+        f"{ring.folder} has the checkpoints 0-1; a whole run has 0-49"
+    ]
+    with pytest.raises(SchemaError, match="exclude each other"):
+        AtariDQNReader(ring.folder, runs=1, checkpoints=[1])
+    with pytest.raises(NotFoundError, match=r"has no checkpoint 2-4; it has 0-1"):
+        AtariDQNReader(ring.folder, checkpoints=[1, 2, 3, 4])
+
+
+def test_a_checkpoint_that_is_missing_in_the_middle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ring = LoggedRing(tmp_path / "Pong" / "1", shape=(4, 4))
+    play(ring, 230, 0)
+    ring.finish()
+    source, store = str(ring.folder), str(tmp_path / "a.exp")
+    for path in ring.folder.glob("*ckpt.1.gz"):
+        path.unlink()
+    assert run(["import", source, store]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"checkpoint 1 is missing in {source}, which has 0,2-5" in told
+    assert "on the command line --checkpoints 0,2-5" in told
+    assert run(["import", source, store, "--checkpoints", "0,2-5"]) == 0
+    with expstore.open(store, mode="r") as rb:
+        assert list(rb.meta["atari"]) == ["0", "2", "3", "4", "5"]
+        assert rb.sql("SELECT count(*) FROM episodes WHERE status = 'cut'").fetchall()[0][0] >= 1
+    for options, words in (
+        (["--checkpoints", "0-x"], "is not a number or a range"),
+        (["--checkpoints", "0", "--format", "d4rl"], "does not apply to d4rl"),
+        (["--checkpoints", "0-1"], "has no checkpoint 1; it has 0,2-5"),
+    ):
+        assert run(["import", source, str(tmp_path / "b.exp"), *options]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_is_no_such_folder(tmp_path: Path) -> None:
@@ -110,6 +149,9 @@ def test_what_is_no_such_folder(tmp_path: Path) -> None:
         AtariDQNReader(tmp_path / "none")
     with pytest.raises(NotFoundError, match="no checkpoint"):
         AtariDQNReader(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotFoundError, match="is a file, and a folder is needed"):
+        AtariDQNReader(tmp_path / "file")
     ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
     play(ring, 60, 0)
     with pytest.raises(SchemaError, match="runs=0"):
@@ -130,20 +172,58 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     path = ring.folder / "$store$_observation_ckpt.0.gz"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(StorageError, match=r"cannot read .*logs, episode 0: EOFError"):
+    with pytest.raises(StorageError, match=r"logs, episode 0: cannot read .*observation_ckpt\.0\.gz: Compr"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.zeros((50, 4), np.uint8))
-    with pytest.raises(SchemaError, match=r"observation of checkpoint 0 has shape \[50, 4\]"):
+    with pytest.raises(
+        SchemaError, match=r"_observation_ckpt\.0\.gz: observation of checkpoint 0 has shape \[50, 4\]"
+    ):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.zeros((49, 4, 4), np.uint8))
-    with pytest.raises(SchemaError, match="differ in length"):
+    with pytest.raises(SchemaError, match=r"differ in length: \$store\$_observation_ckpt\.0\.gz 49"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.array([{}], object))
-    with pytest.raises(SchemaError, match="array of object"):
+    with pytest.raises(SchemaError, match=r"_observation_ckpt\.0\.gz is an array of object"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     assert not (tmp_path / "a.exp").exists()
     path.write_bytes(data)
     assert import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp").rows
+
+
+def test_errors_name_the_file_and_the_episode(tmp_path: Path) -> None:
+    ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
+    played = play(ring, 230, 0)
+    target = tmp_path / "a.exp"
+    path = ring.folder / "add_count_ckpt.1.gz"
+    data = path.read_bytes()
+    path.write_text("hello")
+    with pytest.raises(StorageError, match=r"cannot read .*logs/add_count_ckpt\.1\.gz: Not a gzipped file"):
+        import_dataset(AtariDQNReader(ring.folder), target)
+    path.write_bytes(data)
+    path = ring.folder / "$store$_reward_ckpt.2.gz"
+    data = path.read_bytes()
+    path.write_bytes(data[:12])
+    # The third checkpoint begins after 99 rows that were played or are padding.
+    reader = AtariDQNReader(ring.folder, checkpoints=[0, 1])
+    before = sum(piece.end == "terminated" for piece in reader.episodes(reader.parts()[0]))
+    assert 3 < before < sum(step.terminal for step in played)
+    with pytest.raises(StorageError, match=rf"logs, episode {before}: cannot read .*reward_ckpt\.2\.gz"):
+        import_dataset(AtariDQNReader(ring.folder), target)
+
+
+@pytest.mark.parametrize("name", ["$store$_observation", "$store$_terminal", "add_count"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_checksums_are_checked(tmp_path: Path, name: str, number: int) -> None:
+    ring = LoggedRing(tmp_path / "logs", shape=(4, 4))
+    play(ring, 120, 0)
+    ring.finish()  # the last checkpoint is read up to the cursor only
+    path = ring.folder / f"{name}_ckpt.{number}.gz"
+    data = bytearray(path.read_bytes())
+    data[-6] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match=rf"{re.escape(str(path))}: CRC check failed"):
+        import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
+    assert not (tmp_path / "a.exp").exists()
 
 
 def test_the_command_line_recognises_a_run(tmp_path: Path) -> None:
@@ -157,30 +237,51 @@ def test_the_command_line_recognises_a_run(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys
 from expstore.cli import app
-from expstore.datasets import importer
+from expstore.datasets import atari_dqn, formats, importer
 
 importer._BATCH_ROWS = 16
-write = importer._Batch.write
 
-def interrupted(batch):
-    write(batch)
-    os.kill(os.getpid(), signal.SIGINT)
+def interrupt(owner, name, before=False):
+    call = getattr(owner, name)
 
-importer._Batch.write = interrupted
+    def interrupted(*arguments, **keywords):
+        if before:
+            os.kill(os.getpid(), signal.SIGINT)
+        found = call(*arguments, **keywords)
+        os.kill(os.getpid(), signal.SIGINT)
+        return found
+
+    setattr(owner, name, interrupted)
+
+{interrupt}
 app.main()
 """
 
 
-def test_ctrl_c_leaves_an_import_that_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("where", "begun"),
+    [
+        ("interrupt(importer._Batch, 'write')", True),
+        ("interrupt(importer, '_total')", True),
+        ("interrupt(importer, '_hash_file', before=True)", False),
+        ("interrupt(formats, 'make_reader')", False),
+        ("interrupt(atari_dqn.AtariDQNReader, 'notes')", False),
+    ],
+)
+def test_ctrl_c_leaves_an_import_that_continues(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, begun: bool
+) -> None:
     ring = LoggedRing(tmp_path / "Pong" / "1", shape=(4, 4))
     play(ring, 100, 0)
     command = ["import", str(ring.folder), str(tmp_path / "a.exp")]
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, *command], capture_output=True, text=True)
+    program = INTERRUPTED.replace("{interrupt}", where)
+    ended = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (130, "")
     assert "stopped; the same command continues the import" in ended.stderr
     assert not (tmp_path / "a.exp").exists()
-    with expstore.open(tmp_path / ".a.exp.import", mode="r") as rb:
-        assert 0 < len(rb) < 100
+    if begun:
+        with expstore.open(tmp_path / ".a.exp.import", mode="r") as rb:
+            assert len(rb) < 100
     assert run(command) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Pong", "a.exp"]
     capsys.readouterr()

@@ -178,6 +178,28 @@ def test_a_run_without_files_says_where_they_come_from(tmp_path: Path) -> None:
         AtariDQNExperienceReplay("Pong/6", root=tmp_path)
 
 
+@pytest.mark.parametrize("named", ["Qbert/1", "Pong/2", "Qbert", "Qbert/1/replay_logs"])
+def test_the_path_of_another_game_is_refused(tmp_path: Path, named: str) -> None:
+    folder, _ = logged(tmp_path / named)
+    with pytest.raises(
+        expstore.SchemaError, match=r"Pong/1 is asked for, and the path .* names (Qbert|Pong/2)"
+    ):
+        AtariDQNExperienceReplay("Pong/1", root=tmp_path / "root", source=folder)
+    assert not list((tmp_path / "root").rglob("Pong/1"))
+
+
+def test_some_checkpoints(tmp_path: Path, run: tuple[Path, list[Step]]) -> None:
+    some: dict[str, Any] = {"root": tmp_path, "checkpoints": [2, 0]}
+    with serving_files(run[0].parents[2]) as server:
+        data = AtariDQNExperienceReplay("Pong/5", mirror=server.url, **some)
+    assert len(server.requests) == 12
+    assert data[0]["metadata"]["add_count"].tolist() == [199, 599]
+    data.close()
+    AtariDQNExperienceReplay("Pong/5", root=tmp_path).close()
+    with pytest.raises(StateError, match="was made of the checkpoints 0,2, 1 are asked for"):
+        AtariDQNExperienceReplay("Pong/5", root=tmp_path, checkpoints=[1])
+
+
 def test_a_mirror(tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", 2)
     with serving_files(run[0].parents[2]) as server:
