@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, lazy_stack
+from tensordict import NonTensorData, TensorDictBase, is_tensor_collection, lazy_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from expstore.buffers.read_limits import READ_LIMIT
@@ -23,6 +23,7 @@ from expstore.data.batch import Batch, Intake
 from expstore.data.containers import Form, form_of, stack, take
 from expstore.data.nested_rows import take_rows
 from expstore.data.nested_tensors import to_values
+from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.schema.row_selection import in_shape
@@ -59,6 +60,7 @@ class ShapingHandle(DrawingHandle):
     _bound: ClassVar[tuple[str, ...]] = (*DrawingHandle._bound, "_form", "_intake")
     _form: tuple[int, Form] | None = None  # and when fields were those that it knows
     _intake: Intake | None = None
+    _kept_metadata: Any = None  # the store's own, for samples
 
     def __init__(
         self,
@@ -81,6 +83,8 @@ class ShapingHandle(DrawingHandle):
         self._dim_extend = dim_extend
         self._asked_device = None if device is None else torch.device(device)
         self._pin_memory = pin_memory
+        kept = storage.meta().get(SAMPLE_METADATA)
+        self._kept_metadata = None if kept is None else decode_metadata(kept)
         super().__init__(storage, sampler, prefetch=prefetch, generator=generator, limiter=limiter)
 
     # -- in --------------------------------------------------------------------------------------
@@ -97,12 +101,17 @@ class ShapingHandle(DrawingHandle):
         batch = None if self._intake is None else self._intake.take(data, single=single)
         if batch is None:
             layout = layout_of(self._storage, self._dim_extend)
-            batch = take(data, layout, single=single, skip=self._own_keys())
+            batch = take(data, layout, single=single, skip=self._skipped_keys())
         return batch
 
     def _own_keys(self) -> frozenset[str]:
         """Return root keys that samples carry beside the fields: `extend` does not take them in again."""
         return frozenset()
+
+    def _skipped_keys(self) -> frozenset[str]:
+        """Return root keys that writes ignore."""
+        own = self._own_keys()
+        return own if self._kept_metadata is None else own | {"metadata"}
 
     def __setitem__(self, index: Any, data: Any) -> None:
         """Replace rows by index; neither length nor episodes change.
@@ -132,7 +141,7 @@ class ShapingHandle(DrawingHandle):
             if data is not None:
                 # As the index has it, not as time and lanes have it.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
-                batch = take(data, layout, single=shape == (), skip=self._own_keys())
+                batch = take(data, layout, single=shape == (), skip=self._skipped_keys())
                 replace_rows(storage, ids, batch)
 
     # -- out -------------------------------------------------------------------------------------
@@ -172,6 +181,8 @@ class ShapingHandle(DrawingHandle):
             batch = self._transform.finish(batch, numbers)
             if root and isinstance(batch, TensorDictBase):
                 _put_back(batch, root)
+        if self._kept_metadata is not None and isinstance(batch, TensorDictBase):
+            batch.set("metadata", NonTensorData(self._kept_metadata, batch_size=batch.batch_size))
         return self._placed(batch)
 
     def _collated(self, batch: Any) -> Any:

@@ -169,8 +169,9 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     ) -> Storage:
         """Apply a function to the rows and write what it returns to a new store.
 
-        The store has the episodes of this one. It is written in a hidden folder next to `dest` and renamed
-        when it is complete; an error or a crash leaves nothing at `dest`.
+        The store has the episodes, the `meta` and, on samples, the `metadata` of this one; `meta["import"]`
+        is `meta["preprocessed_from"]` there. It is written in a hidden folder next to `dest` and renamed when
+        it is complete; an error or a crash leaves nothing at `dest`.
 
         Args:
             fn: Takes rows, batch size `[n]`, and returns as many. It works on each row by itself.
@@ -204,6 +205,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             local_path(dest),
             count=len(self) if num_frames is None else min(num_frames, len(self)),
             pbar=pbar,
+            metadata=self._metadata,
             num_workers=num_workers,
             chunksize=chunksize,
             num_chunks=num_chunks,

@@ -6,8 +6,9 @@ this process writes.
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from expstore._open import open as open_store
 from expstore.core.values import IntArray
+from expstore.data.sample_metadata import SAMPLE_METADATA, encode_metadata
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError, StateError
 from expstore.exchange.progress_bar import show_nothing, show_progress
@@ -37,7 +39,14 @@ Function = Callable[[TensorDictBase], TensorDictBase]
 
 
 def map_rows(
-    rb: TensorDictReplayBuffer, fn: Function, target: Path, *, count: int, pbar: bool, **how: Any
+    rb: TensorDictReplayBuffer,
+    fn: Function,
+    target: Path,
+    *,
+    count: int,
+    pbar: bool,
+    metadata: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> Storage:
     """Write what a function makes of the first rows to a new store; return the store.
 
@@ -47,6 +56,7 @@ def map_rows(
         target: Folder of the new store.
         count: How many rows.
         pbar: Show a progress bar.
+        metadata: What samples of the new store carry as `metadata`.
         how: As `TensorDict.map_iter`.
 
     Raises:
@@ -62,7 +72,10 @@ def map_rows(
     disk.remove_tree(building)
     try:
         show = show_progress if pbar else show_nothing
-        with open_store(building, mode="x") as made, show("preprocessing", "rows") as progress:
+        with (
+            open_store(building, mode="x", meta=_meta(rb, metadata)) as made,
+            show("preprocessing", "rows") as progress,
+        ):
             done = 0
             for batch in _results(rb, fn, count, how):
                 for stop in [*ends[bisect_right(ends, done) : bisect_right(ends, done + len(batch))]]:
@@ -78,6 +91,23 @@ def map_rows(
     disk.rename(building, target)
     disk.sync_dir(target.resolve().parent)
     return open_storage(target, settings=Settings(flatten=True))
+
+
+def _meta(rb: TensorDictReplayBuffer, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the meta of the new store: that of the data set, and the metadata of samples.
+
+    What the data set was imported from is renamed: the new store must not pass for the imported one.
+    """
+    meta = {name: value for name, value in rb.meta.items() if name != "import"}
+    if "import" in rb.meta:
+        meta["preprocessed_from"] = rb.meta["import"]
+    kept = {}
+    for name, value in (metadata or {}).items():
+        try:
+            kept[name] = encode_metadata(value)
+        except TypeError as exc:
+            warnings.warn(f"the metadata {name!r} are left out: {exc}", stacklevel=4)
+    return {**meta, SAMPLE_METADATA: kept} if kept else meta
 
 
 def _write(made: TensorDictReplayBuffer, batch: TensorDictBase, start: int, stop: int) -> None:

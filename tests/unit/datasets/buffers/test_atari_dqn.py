@@ -128,6 +128,27 @@ def test_preprocess_with_workers(root: Path, tmp_path: Path) -> None:
     )
     with ReplayBuffer(storage=storage, batch_size=16) as rb:
         torch.testing.assert_close(rb[:]["half"], dataset[:]["action"] / 2)
+        rows = len(rb)
+        batch = rb.sample()
+        rb.extend(batch)  # `metadata` is no field
+        assert len(rb) == rows + 16
+    with expstore.open(tmp_path / "h", mode="r", batch_size=4) as again:
+        assert again.meta["atari"] == dataset.meta["atari"]
+        assert again.meta["preprocessed_from"] == dataset.meta["import"]
+        assert "import" not in again.meta
+        wanted = dataset[0]["metadata"]
+        for found in (batch, again.sample(), again[0], again[:5], next(iter(again))):
+            metadata = found["metadata"]
+            assert metadata.keys() == wanted.keys()
+            assert metadata["dataset_id"] == "Pong/5"
+            assert metadata["add_count"].dtype == torch.int64
+            assert torch.equal(metadata["add_count"], wanted["add_count"])
+            assert torch.equal(metadata["invalid_range"], wanted["invalid_range"])
+    dataset.set_metadata({"open": root.open, "seed": 3})
+    with pytest.warns(UserWarning, match="the metadata 'open' are left out"):
+        storage = dataset.preprocess(halved, num_workers=0, num_frames=20, dest=tmp_path / "i")
+    with ReplayBuffer(storage=storage, batch_size=16) as rb:
+        assert rb.sample()["metadata"] == {"seed": 3}
 
 
 def test_beside_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], root: Path) -> None:

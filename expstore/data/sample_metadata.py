@@ -1,0 +1,53 @@
+"""Metadata that every sample of a store carries, as the store's `meta` keeps them.
+
+Used by buffers, and by `preprocess` of data sets. JSON holds no tensors, so each is kept as nested lists and
+the name of its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["SAMPLE_METADATA", "decode_metadata", "encode_metadata"]
+
+#: The key of `meta` under which the metadata are kept.
+SAMPLE_METADATA = "sample_metadata"
+_DTYPE = "__tensor__"
+
+
+def encode_metadata(metadata: Any) -> Any:
+    """Return metadata as JSON can hold them.
+
+    Raises:
+        TypeError: A value is not a number, text, list, mapping with texts as keys, array or tensor.
+
+    Example:
+        >>> encode_metadata({"id": "Pong/1", "count": torch.tensor([5])})
+        {'id': 'Pong/1', 'count': {'__tensor__': 'int64', 'values': [5]}}
+    """
+    if isinstance(metadata, torch.Tensor):
+        return {_DTYPE: str(metadata.dtype).removeprefix("torch."), "values": metadata.tolist()}
+    if isinstance(metadata, np.ndarray | np.generic):
+        return encode_metadata(torch.as_tensor(metadata))
+    if isinstance(metadata, Mapping):
+        if any(not isinstance(key, str) for key in metadata):
+            raise TypeError(f"the keys of metadata must be texts, got {list(metadata)}")
+        return {key: encode_metadata(value) for key, value in metadata.items()}
+    if isinstance(metadata, list | tuple):
+        return [encode_metadata(value) for value in metadata]
+    if metadata is None or isinstance(metadata, bool | int | float | str):
+        return metadata
+    raise TypeError(f"metadata cannot hold a {type(metadata).__name__}")
+
+
+def decode_metadata(kept: Any) -> Any:
+    """Return metadata of which `encode_metadata` made `kept`."""
+    if isinstance(kept, Mapping):
+        if set(kept) == {_DTYPE, "values"}:
+            return torch.tensor(kept["values"], dtype=getattr(torch, str(kept[_DTYPE])))
+        return {key: decode_metadata(value) for key, value in kept.items()}
+    return [decode_metadata(value) for value in kept] if isinstance(kept, list) else kept
