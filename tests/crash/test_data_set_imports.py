@@ -1,0 +1,170 @@
+"""Imports of data sets that are killed, that meet a full disk, and that are large: files of Atari DQN.
+
+The kills come at any act on the disk; those between two episodes are in tests/unit/datasets/test_importer.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.atari import made_up
+from benchmarks.datasets import import_run, write_run
+from expstore.datasets import AtariDQNReader, atari_dqn, import_dataset, importer
+from expstore.disk.files import Disk
+from tests.crash.test_full_disks import in_small_disk
+from tests.support.atari_files import LoggedRing, Step, play
+from tests.unit.datasets.test_importer import picture
+
+pytestmark = pytest.mark.index
+
+KILLS = 10
+
+
+def logged(folder: Path) -> Path:
+    """Write a run of three checkpoints, episodes over their edges, and a last partial one."""
+    ring = LoggedRing(folder, slots=120)
+    play(ring, 400, 3, shortest=7, longest=60)
+    ring.finish()
+    return folder
+
+
+def import_in_child(source: Path, target: Path, kill_at: int) -> tuple[bool, int]:
+    """Import in a forked child, which is killed at an act on the disk; 0: never.
+
+    Returns:
+        Whether it came to its end, and how many acts it has done then.
+    """
+    asked, told = os.pipe()
+    child = os.fork()
+    if not child:
+        acts = 0
+
+        def gate(self: Disk, act: str, path: Path) -> None:
+            nonlocal acts
+            acts += 1
+            if acts == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            Disk.gate = gate  # type: ignore[method-assign]
+            import_dataset(AtariDQNReader(source), target)
+            os.write(told, str(acts).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
+    os.close(told)
+    with os.fdopen(asked) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status == 0, int(said or 0)
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.torture)])
+def test_killed_at_ten_random_acts_it_equals_an_uninterrupted_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(importer, "_BATCH_ROWS", 16)
+    monkeypatch.setattr(atari_dqn, "_SLAB_BYTES", 20 * 84 * 84)
+    source = logged(tmp_path / "Pong" / "1" / "replay_logs")
+    ended, acts = import_in_child(source, tmp_path / "whole.exp", 0)
+    assert ended
+    assert acts > 100
+    whole = picture(tmp_path / "whole.exp")
+    random = np.random.default_rng(seed)
+    kills = imports = 0
+    while kills < KILLS:
+        target = tmp_path / f"killed{imports}.exp"
+        # The first import makes little progress between kills; later ones come to any act, the rename, too.
+        most = acts // 8 if not imports else acts + 20
+        ended, _ = import_in_child(source, target, int(random.integers(1, most)))
+        kills += not ended
+        if not ended:
+            assert not target.exists() or target.is_dir()
+            if target.exists():  # killed after the rename, which is the last act but one
+                assert picture(target) == whole
+        if ended or kills in (KILLS // 2, KILLS):
+            import_dataset(AtariDQNReader(source), target)
+            assert picture(target) == whole
+            imports += 1
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+# -- a full disk -----------------------------------------------------------------------------------------
+
+FILL = """
+import json, os, sys
+from pathlib import Path
+import expstore
+from expstore.datasets import AtariDQNReader, import_dataset
+
+source, disk = sys.argv[1], Path(sys.argv[2])
+ballast, target = disk / "ballast", disk / "pong.exp"
+ballast.write_bytes(bytes(int(sys.argv[3])))
+said = []
+for _ in range(2):  # the second one meets what the first one has left
+    try:
+        import_dataset(AtariDQNReader(source), target)
+    except expstore.StorageError as exc:
+        said.append([exc.kind, str(exc)])
+    assert not target.exists()
+assert [name for name in os.listdir(disk) if not name.startswith(".")] == ["ballast"]
+ballast.unlink()
+rows = import_dataset(AtariDQNReader(source), target).rows
+left = sorted(os.listdir(disk))
+with expstore.open(target, mode="r") as rb:
+    frames = int(rb[:]["observation"].long().sum())
+print(json.dumps({"said": said, "rows": rows, "frames": frames, "left": left}), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_full_disk_is_one_error_and_the_import_resumes(tmp_path: Path) -> None:
+    ring, random = LoggedRing(tmp_path / "Pong" / "1" / "replay_logs", slots=900), np.random.default_rng(4)
+    total = steps = 0
+    while not ring.dumps:  # frames that cannot be packed
+        frame = random.integers(1, 256, (84, 84), np.uint8)
+        ring.add(Step(frame, 1, 0.0, steps % 50 == 49))
+        total, steps = total + int(frame.sum()), steps + 1
+    (tmp_path / "fill.py").write_text(FILL)
+    size = 24 << 20
+    done = in_small_disk(
+        tmp_path,
+        [
+            *(sys.executable, "-X", "faulthandler", str(tmp_path / "fill.py"), str(ring.folder)),
+            *(str(tmp_path / "disk"), str(size - (4 << 20))),
+        ],
+        size=str(size),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert [kind for kind, _ in found["said"]] == ["disk_full"] * 2
+    for _, text in found["said"]:
+        assert str(tmp_path / "disk") in text
+        assert "No space left" in text or "disk is full" in text
+    assert (found["rows"], found["frames"]) == (steps, total)
+    assert found["left"] == ["pong.exp"]
+
+
+# -- a large source --------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
+    """Four times as many rows, which are 340 MB of frames and not 85, take no more memory."""
+    game = made_up(500)
+    peaks: list[int] = []
+    for rows in (12_000, 48_000):
+        source: Any = tmp_path / str(rows) / "replay_logs"
+        write_run(game, source, rows=rows, checkpoints=2)
+        said, peak = import_run(source, tmp_path / f"{rows}.stores" / "x.exp")
+        assert said["rows"] > 0.9 * rows
+        peaks.append(peak)
+    assert peaks[1] < 1.15 * peaks[0], peaks
