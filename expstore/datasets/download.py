@@ -119,8 +119,9 @@ class _Download:
                 if failures >= _ATTEMPTS:
                     raise RemoteError(
                         f"cannot fetch {self._remote.url}: {exc or type(exc).__name__}",
-                        hint=("the same call continues the download" if self._fetched or self._have() else "")
-                        or "check the address, or pass files that you fetched yourself with source=",
+                        hint="the same call continues the download"
+                        if self._fetched or self._have()
+                        else "check the address, or pass files that you fetched yourself with source=",
                     ) from exc
                 self._pause(min(8.0, 0.5 * 2**failures))
         self._check(expected)
