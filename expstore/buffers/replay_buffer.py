@@ -189,7 +189,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
             source: Name of the stream of experience, within the session. None: the session's unnamed stream.
                 Rows of two sessions never share an episode: after a restart, the same name begins new
-                episodes, unless `episodes.resume` adopts the former ones.
+                episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
+                under one source cannot be told from n-step rows, and share an episode.
             return_ids: Return ids, which are never used again, instead of indices.
             episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
                 they are there with the rows or not at all.
@@ -237,9 +238,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
         """Return rows' numbers as users know them: one for each dim that makes rows."""
-        return torch.from_numpy(
-            numbers if flat or self._storage.ndim == 1 else self._storage.geometry.unravel(numbers)
-        )
+        geometry = self._storage.geometry
+        return torch.from_numpy(numbers if flat or geometry.ndim == 1 else geometry.unravel(numbers))
 
     def _append(
         self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
@@ -681,7 +681,12 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 storage.draws.note_limits(0, 0)  # what it had counted is not all any more
             self._reader, self._read_of = StepReader(schema, storage.keys), schema
             self._intake = None
-            if is_plain(schema.form) and not schema.variable and storage.ndim == 1 and not self.dim_extend:
+            if (
+                is_plain(schema.form)
+                and not schema.variable
+                and storage.geometry.ndim == 1
+                and not self.dim_extend
+            ):
                 self._intake = Intake(schema)
         return schema, self._reader
 

@@ -266,15 +266,17 @@ class BatchJoins:
             stream = memory.streams.setdefault(source, _Stream())
             if not is_restart:
                 stream.needed, stream.linked = _LINKED, False
-        counted = {source for source, _, _ in self.joined}
+        counted: set[int] = set()
         for source, episode, crc in self.joined:
+            counted.add(source)
             self._count(source, episode, crc)
         left: dict[int, int] = {}  # pairs to compare
         for segment in segments:
             source = segment.source
             pairs = min(segment.rows - 1, left.get(source, _PAIRS))
-            if not pairs or memory.streams.setdefault(source, _Stream()).is_settled:
-                continue
+            stream = memory.streams.setdefault(source, _Stream())
+            if not pairs or (stream.linked and not stream.misses) or stream.misses >= _MISSES:
+                continue  # more pairs would change nothing: rows that do not chain are no restarts
             counted.add(source)
             left[source] = left.get(source, _PAIRS) - pairs
             if not self._count_run(segment, pairs):

@@ -218,11 +218,13 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         if self.hold.first and self.geometry.slots is not None:
             self._wait_for_copy(last - self.geometry.slots)
         self._make_room(rows.count)
-        self._expect_key(rows)
-        if self.priorities.within and self.capacity is not None:
-            low = min(last - self.capacity, self.last - 1)
+        if rows.key is not None:
+            self._expect_key(rows)
+        capacity = self.geometry.capacity
+        if self.priorities.within and capacity is not None:
+            low = min(last - capacity, self.last - 1)
             self.priorities.lower_largest(low, self._window, self.geometry)
-        skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
+        skipped = 0 if capacity is None else max(0, rows.count - capacity)
         try:
             self.horizon = last
             self._note_horizon(last)
@@ -262,9 +264,9 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             self.counters.wait_seconds += time.monotonic() - started
 
     def _advance(self, last: int, *, count: int) -> None:
-        low = self.retired
-        if self.capacity is not None:
-            low = max(low, last - self.capacity)
+        low, capacity = self.retired, self.geometry.capacity
+        if capacity is not None:
+            low = max(low, last - capacity)
         self._window = Window(min(low, last), last, self._window.gaps)
         self.write_count += count
 

@@ -239,7 +239,7 @@ class ArchivingStorage(RetainingStorage):
             StateError: The store is closed, not open for writing, or poisoned; or its archive is.
             StorageError: The disk failed; nothing is published.
         """
-        archive, capacity = self.archive, self.capacity
+        archive, capacity = self.archive, self.geometry.capacity
         if archive is None or capacity is None or rows.count <= capacity:
             super().write(rows)
             return

@@ -51,6 +51,10 @@ class DiskSpace:
             newest = last + max(0, free) // row_bytes
             self._last_id = _ENDLESS if ring.slots is not None and newest >= ring.slots else newest
 
+    def has_room(self, last: int) -> bool:
+        """Return whether there was space for rows up to an id when it was measured last."""
+        return last <= self._last_id
+
     def check(self, last: int, count: int, row_bytes: int, ring: RingGeometry) -> None:
         """Check that there is space for rows.
 

@@ -357,7 +357,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         Raises:
             StorageError: They would; nothing was written.
         """
-        self._space.check(self.last, count, self.require_schema().row_bytes + ROW_BYTES, self.geometry)
+        if not self._space.has_room(self.last + count):
+            row_bytes = self.require_schema().row_bytes + ROW_BYTES
+            self._space.check(self.last, count, row_bytes, self.geometry)
 
     def _expect_key(self, rows: Rows) -> None:
         """Have room for the key of rows in the file of keys."""
@@ -377,7 +379,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
-        self.check_space(count)
+        if not self._space.has_room(self.last + count):
+            self.check_space(count)
         if count > self.geometry.spare:
             self.sync()
             if self.geometry.depth is not None:
@@ -427,7 +430,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                 )
                 self._log.append(entries)
                 self._advance(publish.last_id, count=rows.count)
-                self._note_key(rows)
+                if rows.key is not None:
+                    self._note_key(rows)
                 self.content = (self.manifest.generation, sequence)
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
@@ -622,8 +626,10 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                 f"{self.path} was opened by another process, of which this one is a fork",
                 hint="open the store in the process that writes to it",
             )
-        self._health.check()
-        if self._health.needs_recovery:
+        health = self._health
+        if health.failure is not None:
+            health.check()
+        if health.needs_recovery:
             # Who counts what they hand out must not go on with the counts that were open.
             with self.lock, self._checkpointer.lock, self.sampled_lock:
                 if self._health.needs_recovery:
