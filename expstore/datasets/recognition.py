@@ -153,7 +153,7 @@ def archive_format(path: Path) -> str | None:
     try:
         with (
             open_to_read(path) as raw,
-            tarfile.open(fileobj=cast(BinaryIO, raw), mode="r|*") as archive,
+            tarfile.TarFile.open(fileobj=cast(BinaryIO, raw), mode="r|*") as archive,
         ):
             for member in itertools.islice(archive, _MEMBERS):
                 if member.name.endswith(".data.pickle"):

@@ -15,7 +15,8 @@ __all__ = ["check_exists", "check_file", "check_folder"]
 
 def check_exists(path: Path) -> None:
     """Raise NotFoundError unless there is a file or a folder."""
-    if not ReadingDisk().exists(path):
+    disk = ReadingDisk()
+    if not disk.exists(path):
         raise NotFoundError(f"there is no file or folder {path}")
 
 

@@ -247,7 +247,7 @@ class FollowerStorage(FolderStorage):
             self._log_length, self._entries = past.log_length if past else 0, found.entries
             self.episodes, self.write_count = found.table, found.write_count
             if past is not None:
-                self.retired, self.max_priority, last = past.retired, past.max_priority, past.last
+                self.retired, self.priorities.largest, last = past.retired, past.max_priority, past.last
                 self.content, self.index_floor = past.content, past.index_floor
                 self._window = past.window(self.capacity)
                 self.counters.recovered = describe_past(past, 0)

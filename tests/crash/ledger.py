@@ -538,7 +538,7 @@ class Ledger:
         kept.last += shift
         kept.retired = low + shift
         kept.next_episode += episodes
-        kept.noted_draw = kept.draws.number
+        kept.noted_draw = kept.draw
         kept.handle, kept.offered = self.handle, self.offered
         kept.keys, kept.lost = self.keys, self.lost
         kept.versions = self.versions

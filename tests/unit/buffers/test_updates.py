@@ -506,9 +506,9 @@ def test_the_parts_of_an_index_are_broadcast() -> None:
     rb.extend(TensorDict({"n": number}, [4, 3]))
     index = (torch.arange(2)[:, None], torch.arange(3)[None])
     assert rb.update_priority(index, 2.0 + number[:2]) == 6
-    assert rb.storage.priorities[:6].tolist() == [2, 3, 4, 5, 6, 7]
+    assert rb.storage.priorities.values[:6].tolist() == [2, 3, 4, 5, 6, 7]
     assert rb.update_priority((torch.arange(4), 1), torch.full((4,), 9.0)) == 4
-    assert rb.storage.priorities[:12].tolist()[1::3] == [9] * 4
+    assert rb.storage.priorities.values[:12].tolist()[1::3] == [9] * 4
     generations = rb.writer.generations_of(index)
     assert torch.equal(generations, torch.zeros(2, 3, dtype=torch.int64))
     patch = {"n": number[:2] + 100}

@@ -150,6 +150,8 @@ def test_beside_torchrl(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="is a folder, and a file is needed"):
+        D4RLReader(tmp_path)
     with pytest.raises(NotFoundError, match="there is no file"):
         D4RLReader(tmp_path / "none.hdf5")
     (tmp_path / "text.hdf5").write_text("no HDF5")

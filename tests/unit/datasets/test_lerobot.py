@@ -366,7 +366,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
     second.unlink()
     with pytest.raises(SchemaError, match=r"have 7 rows; meta/info\.json says 14"):
         LeRobotReader(root)
-    with pytest.raises(NotFoundError, match=r"no file .*info\.json"):
+    with pytest.raises(NotFoundError, match=r"no folder .*none"):
         LeRobotReader(tmp_path / "none")
     assert not target.exists()
     assert run(["import", str(write_v3(root, good)), str(target), "--format", "lerobot"]) == 0

@@ -181,5 +181,8 @@ def test_bad_data_sets_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "data/metadata.json").unlink()
     with pytest.raises(NotFoundError, match="no Minari dataset"):
         MinariReader(folder)
-    with pytest.raises(NotFoundError, match="no Minari dataset"):
+    with pytest.raises(NotFoundError, match="there is no folder"):
         MinariReader(tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotFoundError, match="is a file, and a folder is needed"):
+        MinariReader(tmp_path / "file")

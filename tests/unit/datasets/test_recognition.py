@@ -86,6 +86,7 @@ def test_what_expstore_exported_is_read_back(tmp_path: Path) -> None:
                 [6],
             )
         )
+        rb.flush()  # the export reads the store as another process would
         for form in ("hdf5", "npz"):
             out = tmp_path / f"x.{form}"
             assert run(["export", str(tmp_path / "x.exp"), str(out), f"--{form}"]) == 0

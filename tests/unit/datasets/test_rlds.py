@@ -456,8 +456,11 @@ def test_records_that_do_not_fit_the_features(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_folder(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match=r"no file .*features\.json"):
+    with pytest.raises(NotFoundError, match=r"there is no folder .*none"):
         RLDSReader(tmp_path / "none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFoundError, match=r"no file .*features\.json"):
+        RLDSReader(tmp_path / "empty")
     source = small(tmp_path / "my_env/1.0.0")
     with pytest.raises(NotFoundError, match=r"name the folder of a version: 1\.0\.0"):
         RLDSReader(source.parent)

@@ -16,6 +16,7 @@ import torch
 from hypothesis.stateful import run_state_machine_as_test
 
 from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
 from expstore.storages.engine.open_settings import Settings
 from expstore.testing import StorageSuite
@@ -25,15 +26,23 @@ from expstore.testing.state_machine import machine_of
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-class OffByOne(MemoryStorage):
-    """Rows at the end of the slots are written one slot too early."""
+class WrongRing(RingGeometry):
+    """Runs of rows that turn the ring lack their first row in the new lap."""
 
-    def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
-        runs = super().pieces(first_id, count)
+    def runs(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
+        runs = super().runs(first_id, count)
         if len(runs) > 1:
             slot, offset, n = runs[1]
             runs[1] = (max(0, slot - 1), offset + 1, n - 1)
         return runs
+
+
+class OffByOne(MemoryStorage):
+    """Rows at the end of the slots are written one slot too early."""
+
+    def __init__(self, capacity: int | None = None, **options: Any) -> None:
+        super().__init__(capacity, **options)
+        self.geometry = WrongRing(self.geometry.capacity, self.geometry.ndim)
 
 
 class Short(MemoryStorage):
