@@ -228,6 +228,12 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
         rb.storage.archive_left()
     elif op.kind == "empty":
         rb.empty()
+    elif op.kind == "end":
+        rb.episodes.end(op.source)
+    elif op.kind == "resume":
+        adopted = rb.episodes.resume(str(op.source), check=False).numpy()
+        wanted = sorted(state.adoptable.get(str(op.source), {}).values())
+        expect(np.array_equal(adopted, wanted), f"episodes {adopted} were adopted, expected {wanted}")
     elif op.kind == "sql":
         check_sql(rb, state)
     elif op.kind == "add":

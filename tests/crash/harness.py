@@ -153,7 +153,7 @@ def _lives(spec: Spec, path: Path, chance: random.Random, report: Report, lives:
 #: so many.
 QUICK, QUICK_IF_SLOW = 2, 2
 SLOW = (
-    "commit to the index", "close with an index", "new shard",
+    "commit to the index", "close with an index", "new shard", "end episodes", "resume episodes",
     "first packed rows", "long packed extend", "empty packed", "open few packed rows",
     "open packed that was closed", "loads packed",
     "add a column to what grows", "add a column to counted rows", "add a column to few rows",
@@ -208,6 +208,12 @@ TEETH = {
     ),
     "notes without a record": Tooth(
         "notes without a record", lambda at: enumerate_gaps(at, names=["annotate"], stop=True)
+    ),
+    "ends without a record": Tooth(
+        "ends without a record", lambda at: enumerate_gaps(at, names=["end episodes"], stop=True)
+    ),
+    "adoptions without a record": Tooth(
+        "adoptions without a record", lambda at: enumerate_gaps(at, names=["resume episodes"], stop=True)
     ),
     "counts without sync": Tooth(
         "counts without sync", lambda at: power_cuts(120, 1, at, names=["counted"], first=1, stop=True)

@@ -89,6 +89,14 @@ def _note(episode: int, value: int) -> Op:
     return Op("annotate", episode=episode, info={"x": value})
 
 
+def _end(source: str | None = None) -> Op:
+    return Op("end", source=source)
+
+
+def _resume(source: str) -> Op:
+    return Op("resume", source=source)
+
+
 def _change(first: int, last: int, version: int, step: int = 1) -> Op:
     return Op("change", ids=np.arange(first, last + 1, step, dtype=np.int64), version=version)
 
@@ -116,6 +124,20 @@ PHASES = (
     Phase("change", LEAN, [_extend(30)], [_change(8, 28, 1, 10), _extend(3), _change(12, 14, 2)]),
     Phase("long extend", LEAN, [_extend(24, "a")], [_extend(13, "a"), _extend(41, "a"), _extend(3)]),
     Phase("annotate", NARROW, [*FEW, _note(1, 1)], [_note(1, 2), _note(2, 3), FLUSH, _note(1, 4)]),
+    Phase(
+        "end episodes",
+        NARROW,
+        [*FEW, _extend(6, "b", lanes=2), _extend(3)],
+        [_end("a"), _extend(3, "a"), FLUSH, _end("b"), _extend(2, "b"), _end(), _extend(1, "a")],
+        index=True,
+    ),
+    Phase(
+        "resume episodes",
+        NARROW,
+        [*FEW, _extend(6, "b", lanes=2), _extend(3)],
+        [_resume("a"), _extend(3, "a"), FLUSH, _resume("b"), _end("a"), _extend(2, "b"), _extend(1, "a")],
+        index=True,
+    ),
     Phase("empty", LEAN, FEW, [EMPTY, _extend(4, "a"), _extend(3, lanes=3)]),
     Phase("journal cut", NARROW, FEW, [*[_extend(1, "a")] * 5, FLUSH, _extend(2)], must="unlink"),
     Phase("few rows", NARROW, FEW, [_extend(1), _extend(2), FLUSH, _extend(8, "a"), FLUSH]),

@@ -236,6 +236,9 @@ class Ledger:
     next_episode: int = 1
     offered: int = 0  # rows that were offered to a store that keeps the best
     open: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)  # named streams that this session has written or adopted
+    # By named stream: what the newest session that wrote it left open, by name of the lane.
+    adoptable: dict[str, dict[str, int]] = field(default_factory=dict)
     episodes: dict[int, Episode] = field(default_factory=dict)
     version: Ints = field(default_factory=lambda: np.zeros(1, np.int64))
     origin: Ints = field(default_factory=lambda: np.zeros(1, np.int64))  # the id that a row was made for
@@ -257,7 +260,8 @@ class Ledger:
     def copy(self) -> Ledger:
         """Return a ledger that goes its own way."""
         twin = copy.copy(self)
-        twin.open = dict(self.open)
+        twin.open, twin.written = dict(self.open), set(self.written)
+        twin.adoptable = dict(self.adoptable)
         twin.episodes = {number: copy.copy(held) for number, held in self.episodes.items()}
         twin.priorities = {i: held.copy() for i, held in self.priorities.items()}
         twin.sampled = {i: held.copy() for i, held in self.sampled.items()}
@@ -350,6 +354,8 @@ class Ledger:
             ids = given[appended]
             self._grow(int(ids[-1]))
             name = f"@{self.handle}" if op.source is None else op.source
+            if op.source is not None:
+                self.written.add(op.source)
             if name not in self.open:
                 self.open[name] = self.next_episode
                 self.episodes[self.next_episode] = Episode(name)
@@ -395,6 +401,8 @@ class Ledger:
             self._best(op)
             return
         ids = np.arange(self.last + 1, self.last + op.count + 1, dtype=np.int64)
+        if op.source is not None:
+            self.written.add(op.source)
         if op.key is not None:
             self.keys[op.key] = self.last + 1, op.count
         self.retire_for(op)
@@ -439,6 +447,21 @@ class Ledger:
 
     def _annotate(self, op: Op) -> None:
         self.episodes[op.episode].note(op.info or {})
+
+    def _end(self, op: Op) -> None:
+        """End the open episodes of a named stream, or of all streams."""
+        for name in [one for one in self.open if op.source in (None, one.partition("//")[0])]:
+            self.episodes[self.open.pop(name)].status = CUT
+
+    def _resume(self, op: Op) -> None:
+        """Adopt what the newest session that wrote a stream left open, before the stream's first row."""
+        source = str(op.source)
+        assert source not in self.written
+        if source in self.adoptable:
+            self.written.add(source)
+            self.open |= self.adoptable[source]
+            for number in self.adoptable[source].values():
+                self.episodes[number].status = OPEN
 
     def _change(self, op: Op) -> None:
         self.version[op.ids] = op.version
@@ -548,10 +571,18 @@ class Ledger:
     def reopen(self) -> None:
         """Begin a session: the open episodes of the one before are cut."""
         self.handle += 1
-        self.end_episodes()
+        for source in self.written:
+            self.adoptable[source] = {
+                name: number for name, number in self.open.items() if name.partition("//")[0] == source
+            }
+        self.written = set()
+        for number in self.open.values():
+            self.episodes[number].status = CUT
+        self.open.clear()
 
     def end_episodes(self) -> None:
-        """End all open episodes, as an opening, an emptied store and a loaded version do."""
+        """End all open episodes for good: none can be adopted."""
+        self.adoptable = {source: {} for source in self.adoptable}
         for number in self.open.values():
             self.episodes[number].status = CUT
         self.open.clear()

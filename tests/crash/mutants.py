@@ -14,6 +14,7 @@ import numpy as np
 
 from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
+from expstore.episodes.sessions import End, Resume
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.base import Rows, Storage
 from expstore.storages.batch import Payload
@@ -151,6 +152,28 @@ def break_notes() -> None:
         self._log.append(self.episodes.annotate(entry, self.journal.sequence))
 
     JournaledStorage._annotate = annotate  # type: ignore[method-assign]
+
+
+def break_ends() -> None:
+    """Ends of episodes are in memory, and in no record."""
+    _forget_records(End)
+
+
+def break_adoptions() -> None:
+    """Adoptions of episodes are in memory, and in no record."""
+    _forget_records(Resume)
+
+
+def _forget_records(kind: type[End | Resume]) -> None:
+    record = JournaledStorage._record_episodes
+
+    def changed(self: Any, change: End | Resume) -> None:
+        if isinstance(change, kind):
+            self._log.append(self.episodes.apply(change, self.journal.sequence))
+        else:
+            record(self, change)
+
+    JournaledStorage._record_episodes = changed  # type: ignore[method-assign]
 
 
 def break_changes() -> None:
@@ -354,6 +377,8 @@ BREAKS: dict[str, Callable[[], None]] = {
     "counts of older rows": break_renewal,
     "counts without sync": break_count_syncs,
     "notes without a record": break_notes,
+    "ends without a record": break_ends,
+    "adoptions without a record": break_adoptions,
     "change without a record": break_changes,
     "packed without sync": break_packed_syncs,
     "packed shards named before a sync": break_packed_names,

@@ -24,6 +24,8 @@ _KILLS_FIND = [
     "counted after",
     "counts of older rows",
     "notes without a record",
+    "ends without a record",
+    "adoptions without a record",
     "displaced without a record",
     "raw rows in memory",
     "keys in no record",
@@ -89,6 +91,7 @@ def test_kill_in_every_gap(reports: Reports) -> None:
     assert {"add", "drop"} <= report["inside"].keys()
     wanted = {"new store", "first extend", "extend", "change", "long extend", "journal cut", "close"}
     assert wanted | {"dumps", "loads", "annotate", "best rows"} < report["gaps"].keys()
+    assert {"end episodes", "resume episodes"} < report["gaps"].keys()
     assert {"open", "extend", "change", "empty", "flush", "closing"} <= report["inside"].keys()
 
 
@@ -133,7 +136,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
     counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
     begins with the count of the one that had its slot. notes without a record: what is noted about an
-    episode is in no record of the journal. displaced without a record: nor is a row that takes the place of
+    episode is in no record of the journal. ends, adoptions without a record: nor is that episodes have ended
+    or were adopted. displaced without a record: nor is a row that takes the place of
     another. raw rows in memory: rows of a packed chunk that is not full are not in any file. keys in no
     record: a write is made again when it is tried again. archived after: what leaves goes to the archive when
     others may have its slots. The others are told of in mutants.py.

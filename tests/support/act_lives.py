@@ -268,6 +268,30 @@ def annotations(life: Life) -> None:
 
 
 @_life
+def episodes_end_and_resume(life: Life) -> None:
+    """Episodes are ended by hand and by a close, and adopted by the next opening, which is killed."""
+    rb = life.open(40)
+    _extend(life, rb, _rows(3), source="left")
+    _extend(life, rb, _rows(3, 100), source="right")
+    life.step("episodes.end(right)")
+    rb.episodes.end("right")
+    life.step("episodes.end(right), which has none that is open")
+    rb.episodes.end("right")
+    life.close(rb)
+    rb = life.open()
+    life.step("episodes.resume(left)")
+    rb.episodes.resume("left")
+    _extend(life, rb, _rows(2, 3), source="left")
+    life.kill()
+    rb = life.open()
+    life.step("episodes.resume(left)")
+    rb.episodes.resume("left")
+    life.step("episodes.end()")
+    rb.episodes.end()
+    life.close(rb)
+
+
+@_life
 def empty(life: Life) -> None:
     rb = life.open(20)
     _extend(life, rb, _rows(9))
