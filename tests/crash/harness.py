@@ -209,9 +209,6 @@ TEETH = {
     "notes without a record": Tooth(
         "notes without a record", lambda at: enumerate_gaps(at, names=["annotate"], stop=True)
     ),
-    "ends without a record": Tooth(
-        "ends without a record", lambda at: enumerate_gaps(at, names=["end episodes"], stop=True)
-    ),
     "adoptions without a record": Tooth(
         "adoptions without a record", lambda at: enumerate_gaps(at, names=["resume episodes"], stop=True)
     ),

@@ -154,21 +154,12 @@ def break_notes() -> None:
     JournaledStorage._annotate = annotate  # type: ignore[method-assign]
 
 
-def break_ends() -> None:
-    """Ends of episodes are in memory, and in no record."""
-    _forget_records(End)
-
-
 def break_adoptions() -> None:
     """Adoptions of episodes are in memory, and in no record."""
-    _forget_records(Resume)
-
-
-def _forget_records(kind: type[End | Resume]) -> None:
     record = JournaledStorage._record_episodes
 
     def changed(self: Any, change: End | Resume) -> None:
-        if isinstance(change, kind):
+        if isinstance(change, Resume):
             self._log.append(self.episodes.apply(change, self.journal.sequence))
         else:
             record(self, change)
@@ -377,7 +368,6 @@ BREAKS: dict[str, Callable[[], None]] = {
     "counts of older rows": break_renewal,
     "counts without sync": break_count_syncs,
     "notes without a record": break_notes,
-    "ends without a record": break_ends,
     "adoptions without a record": break_adoptions,
     "change without a record": break_changes,
     "packed without sync": break_packed_syncs,

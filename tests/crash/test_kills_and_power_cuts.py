@@ -24,7 +24,6 @@ _KILLS_FIND = [
     "counted after",
     "counts of older rows",
     "notes without a record",
-    "ends without a record",
     "adoptions without a record",
     "displaced without a record",
     "raw rows in memory",
@@ -136,8 +135,8 @@ def test_kills_find(reports: Reports, fault: str) -> None:
     whose publish record no mark covers; their checksum no longer fits, and opening drops what was acked.
     counted after: a batch is handed out before its rows are counted on disk. counts of older rows: a row
     begins with the count of the one that had its slot. notes without a record: what is noted about an
-    episode is in no record of the journal. ends, adoptions without a record: nor is that episodes have ended
-    or were adopted. displaced without a record: nor is a row that takes the place of
+    episode is in no record of the journal. adoptions without a record: nor is that episodes
+    were adopted. displaced without a record: nor is a row that takes the place of
     another. raw rows in memory: rows of a packed chunk that is not full are not in any file. keys in no
     record: a write is made again when it is tried again. archived after: what leaves goes to the archive when
     others may have its slots. The others are told of in mutants.py.
