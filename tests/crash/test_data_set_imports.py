@@ -167,4 +167,4 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
         said, peak = import_run(source, tmp_path / f"{rows}.stores" / "x.exp")
         assert said["rows"] > 0.9 * rows
         peaks.append(peak)
-    assert peaks[1] < 1.15 * peaks[0], peaks
+    assert peaks[1] < 1.2 * peaks[0], peaks  # all frames in memory would make it 1.6
