@@ -50,7 +50,8 @@ class AtariDQNReader(Reader):
     The checkpoints of a run are pictures of one ring buffer. This reader restores the order in which the rows
     were written, drops the rows of zeros that pad every episode, and continues an episode over the edge of a
     checkpoint where no row is missing. Where rows are missing, the episode is cut there. The data set does
-    not record the observation after the last step of an episode, and time limits are recorded as terminal.
+    not record the observation after the last step of an episode, and time limits are recorded as terminal;
+    nor does it have the one after the last row before a cut, whose `next.done` is False: both are zeros.
 
     A row is `observation` `(84, 84)` uint8, one frame, `action` int64, `next.reward` `(1,)` float32,
     clipped to [-1, 1], and the fields of every data set.

@@ -56,9 +56,17 @@ class AddressRange:
         # Not at exit: a thread may still be reading when the interpreter goes.
         weakref.finalize(self, _munmap, ctypes.c_void_p(self.address), size).atexit = False
 
-    def attach(self, file: File, *, at: int, size: int) -> None:
-        """Map the first `size` bytes of `file` for reading at offset `at` of the range."""
-        if file.size() < size:
+    def attach(self, file: File, *, at: int, size: int, may_shrink: bool = False) -> None:
+        """Map the first `size` bytes of `file` for reading at offset `at` of the range.
+
+        Args:
+            file: Is open.
+            at: Where in the range its first byte goes.
+            size: How many bytes are mapped.
+            may_shrink: Whether its writer may cut off bytes at its end meanwhile, which nobody reads: to read
+                a page behind the end of the file ends the process (SIGBUS).
+        """
+        if not may_shrink and file.size() < size:
             raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")
         want = self.address + at
         got = _mmap(want, size, _PROT_READ, _MAP_SHARED | _MAP_FIXED, file.fd, 0)

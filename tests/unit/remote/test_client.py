@@ -163,8 +163,8 @@ def test_iteration_goes_on_and_ends(server: Serving, name: str) -> None:
             if count == 20:
                 break
         assert rb.next()["id"].shape == rb.next()["id"].shape == (4,)
-        before = threading.active_count()
-    assert threading.active_count() < before  # the thread of next() has ended with the buffer
+        (feed,) = [thread for thread in threading.enumerate() if thread.name == "expstore-feed"]
+    assert not feed.is_alive()  # the thread of next() has ended with the buffer
     with pytest.raises(StateError, match="closed"):
         rb.sample()
 

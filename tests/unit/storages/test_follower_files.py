@@ -12,6 +12,9 @@ from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core import tuning
+from expstore.disk.files import File
+from expstore.disk.mapped_files import AddressRange
 
 pytestmark = pytest.mark.index
 
@@ -159,6 +162,39 @@ def test_a_look_that_fails_leaves_no_file_open(store_path: Path, monkeypatch: py
             failed.append(exc)  # its traceback holds what the look opened
     assert failed
     assert open_columns(store_path) == []
+
+
+@pytest.mark.parametrize("kind", ["packed", "arrow"])
+def test_a_file_may_be_ended_while_it_is_opened(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A writer that ends a file cuts it to its true length: just then a follower has looked at that."""
+    monkeypatch.setattr(tuning, "UNBOUNDED_PACKED_SHARD_ROWS", 256)
+    monkeypatch.setattr(tuning, "ARROW_SEGMENT_BYTES", 1 << 12)
+    lengths: list[int] = []
+    inner = AddressRange.attach
+
+    def end_first(addresses: AddressRange, file: File, **options: Any) -> None:
+        filling = file.path.name.startswith("open.") or os.path.getsize(file.path) == 1 << 12
+        if not lengths and filling:
+            lengths.append(os.path.getsize(file.path))
+            extend(350, 600)
+            lengths.append(os.path.getsize(file.path))
+        inner(addresses, file, **options)
+
+    def extend(first: int, last: int) -> None:
+        for start in range(first, last, 10):
+            rb.extend(rows(kind, 10, start=start))
+
+    with open_new(store_path, kind) as rb:
+        extend(0, 100)
+        with expstore.open(store_path, mode="r") as follower:
+            extend(100, 350)
+            monkeypatch.setattr(AddressRange, "attach", end_first)
+            assert follower["number"].tolist()[:350] == list(range(350))
+            assert len(follower) == 600
+            assert follower["number"].tolist() == list(range(600))
+    assert lengths[1] < lengths[0]
 
 
 @pytest.mark.torture

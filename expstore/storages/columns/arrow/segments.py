@@ -228,7 +228,8 @@ class Segments:
         if segment is None:
             addresses = AddressRange(max(1, size))
             if size:
-                addresses.attach(file, at=0, size=size)
+                # A writer may end the segment meanwhile, and cut off what it had no use for behind the rows.
+                addresses.attach(file, at=0, size=size, may_shrink=True)
             end, widths = self._begins(file)
             segment = Segment(path, addresses, widths, end=end)
         at = segment.end

@@ -195,9 +195,9 @@ class PackedRows(Column):
         chunk = HEADER_BYTES + self.packing.most_bytes(self.chunk_bytes)
         return self.packing.chunks * chunk + index_bytes(self.packing.chunks, table=self.packing.table_bytes)
 
-    def _map(self, file: File, size: int) -> AddressRange:
+    def _map(self, file: File, size: int, *, may_shrink: bool = False) -> AddressRange:
         addresses = AddressRange(size)
-        addresses.attach(file, at=0, size=size)
+        addresses.attach(file, at=0, size=size, may_shrink=may_shrink)
         return addresses
 
     def _grow(self, shard: int) -> None:

@@ -81,7 +81,8 @@ class PackedReader(PackedRows):
             file.close()
             return None
         chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
-        found = Source(shard, turn, self._map(file, size), chunks)
+        # The writer may have filled the shard since, and cut off what it had no use for behind the chunks.
+        found = Source(shard, turn, self._map(file, size, may_shrink=True), chunks)
         self._open[turn, shard] = file, found
         return found
 
