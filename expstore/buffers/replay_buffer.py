@@ -277,9 +277,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
             steps = reader.read(columns, batch)
             steps.session = batch.session
             priorities = self._given_priorities(schema, columns) if batch.prioritized else None
-            last = storage.last
+            last = storage.window.last
             ids = self._writer.write(storage, columns, steps, source=source, info=info, **more)
-            run = storage.last - last == ids.size  # all were appended: their ids follow one another
+            run = storage.window.last - last == ids.size  # all were appended: their ids follow one another
             if priorities is not None:
                 storage.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])

@@ -17,10 +17,8 @@ from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
-from expstore.storages.base import Keys
 from expstore.storages.batch import Rows
 from expstore.storages.columns.arrow.column import in_place
-from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import LayoutName
 from expstore.storages.zarr import ZarrStorage
@@ -95,10 +93,6 @@ class ArrowStorage(ZarrStorage):
             segment_bytes=segment_bytes,
         )
 
-    @property
-    def _segments(self) -> SegmentWriter | None:
-        return None if self.columns is None else self.columns.segments
-
     # -- what is refused -------------------------------------------------------------------------
 
     def check_described(self, schema: Schema) -> None:
@@ -147,18 +141,6 @@ class ArrowStorage(ZarrStorage):
             self.counters.wait_seconds += time.monotonic() - started
         elif 2 * size > UNSYNCED_BYTES:
             self._keeper.hurry()
-
-    # -- sync ------------------------------------------------------------------------------------
-
-    def _open_columns(self) -> None:
-        super()._open_columns()
-        if self._segments is not None:
-            self._segments.generation = self.manifest.generation + 1
-
-    def _create(self, schema: Schema, keys: Keys) -> None:
-        super()._create(schema, keys)
-        if self._segments is not None:
-            self._segments.generation = self.manifest.generation
 
 
 def _no_ranking(schema: Schema) -> SchemaError:

@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +39,9 @@ from expstore.storages.batch import Payload, Rows, now_us
 from expstore.storages.columns.priorities import Priorities, check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.field_specs import Described
-from expstore.storages.idempotency import Keyed
 from expstore.storages.index_protocol import CatalogLike
 from expstore.storages.list_methods import Indexed
+from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
 from expstore.storages.snapshot_pin import Hold
 from expstore.storages.state_dict_methods import Stateful
@@ -60,7 +58,7 @@ _SOME_ROWS = 64
 _logger = logging.getLogger("expstore")
 
 
-class Storage(Described, Indexed, Keyed, Stateful, ABC):
+class Storage(Described, Indexed, Stateful, ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -94,13 +92,8 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         #: Of who extends; taken before the lock, which brief acts take without.
         self.turn = self.lock_order.ranked("extend", FairLock())
         self.counters = Counters()
-        self.episodes = EpisodeTable(session=uuid.uuid4().hex)
+        self._state = RowState()
         self.runs = Runs(self)
-        self.horizon = 0  # newest id whose slot may have been written to
-        self.retired = 0  # newest id given up for other reasons than age
-        self.write_count = 0
-        self.priorities = Priorities()
-        self._window = Window(0, 0)
         self._changes = 0  # odd while rows are being changed in place
         self._in_place = Changed()
         self._closed = False
@@ -111,15 +104,10 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         self.takeovers = 0
         #: Held while episodes and window change.
         self.episode_lock = self.lock_order.ranked("episodes", threading.Lock())
-        self.content: tuple[int, int] = (0, 0)  # position of the last record that says something of rows
-        self.index_floor: tuple[int, int] = (0, 0)  # an index older than this must be rebuilt
         self.index_path: Path | None = None
         self.uuid = "0" * 32
         self.disk = Disk()
         self.hold = Hold(self.lock_order)
-        self.write_keys = WriteKeys()
-        #: How often each row was handed out; None: nobody has asked for it yet.
-        self.sampled: Sampled | None = None
         #: Held while rows are drawn by the counts, and while they change.
         self.sampled_lock = self.lock_order.ranked("sampled", threading.RLock())
         self._counting = False  # whether it is kept from the first row on
@@ -149,7 +137,57 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
     @property
     def window(self) -> Window:
         """The ids that can be read now."""
-        return self._window
+        return self._state.window
+
+    @property
+    def horizon(self) -> int:
+        """The newest id whose slot may have been written to."""
+        return self._state.horizon
+
+    @property
+    def retired(self) -> int:
+        """The newest id given up for other reasons than age."""
+        return self._state.retired
+
+    @property
+    def given_up(self) -> int:
+        """The same, as another process sees it."""
+        return self._state.retired
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return self._state.write_count
+
+    @property
+    def episodes(self) -> EpisodeTable:
+        """The episodes of the rows."""
+        return self._state.episodes
+
+    @property
+    def priorities(self) -> Priorities:
+        """The priorities of the rows, by slot."""
+        return self._state.priorities
+
+    @property
+    def write_keys(self) -> WriteKeys:
+        """Under which idempotency keys rows were written."""
+        return self._state.write_keys
+
+    @property
+    def sampled(self) -> Sampled | None:
+        """How often each row was handed out; None: nobody has asked for it yet."""
+        return self._state.sampled
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """The position of the newest record that says something of rows: generation and LSN."""
+        return self._state.content
+
+    @property
+    def index_floor(self) -> tuple[int, int]:
+        """The position at which an index must have been built, or later: an older one is built anew."""
+        return self._state.index_floor
 
     @property
     def query_window(self) -> Window:
@@ -159,10 +197,10 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
     @property
     def last(self) -> int:
         """The newest published id."""
-        return self._window.last
+        return self._state.window.last
 
     def __len__(self) -> int:
-        return self._window.rows
+        return self._state.window.rows
 
     @property
     def changes(self) -> int:
@@ -221,16 +259,17 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         if rows.key is not None:
             self._expect_key(rows)
         capacity = self.geometry.capacity
-        if self.priorities.within and capacity is not None:
-            low = min(last - capacity, self.last - 1)
-            self.priorities.lower_largest(low, self._window, self.geometry)
+        state = self._state
+        if state.priorities.within and capacity is not None:
+            low = min(last - capacity, state.window.last - 1)
+            state.priorities.lower_largest(low, state.window, self.geometry)
         skipped = 0 if capacity is None else max(0, rows.count - capacity)
         try:
-            self.horizon = last
+            state.reserve(last)
             self._note_horizon(last)
-            if self.sampled is not None:
+            if state.sampled is not None:
                 with self.sampled_lock:
-                    self.sampled.renew(self.geometry.runs(rows.first_id + skipped, rows.count - skipped))
+                    state.sampled.renew(self.geometry.runs(rows.first_id + skipped, rows.count - skipped))
             payload = self._put(rows, skipped)
             self._publish(rows, skipped, payload)
         except BaseException:
@@ -263,25 +302,17 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
 
-    def _advance(self, last: int, *, count: int) -> None:
-        low, capacity = self.retired, self.geometry.capacity
-        if capacity is not None:
-            low = max(low, last - capacity)
-        self._window = Window(min(low, last), last, self._window.gaps)
-        self.write_count += count
-
     def retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good."""
         self.upheavals += 1
-        self.retired = max(self.retired, through)
-        self._window = replace(self._window, low=max(self._window.low, self.retired))
+        self._state.retire(through)
 
     def clear(self) -> None:
         """Forget all rows; ids go on at the next multiple of the capacity, plus 1."""
         with self.lock:
             self.check_writable()
-            last = self._window.last
-            if self._window.size == 0:
+            last = self._state.window.last
+            if self._state.window.size == 0:
                 if self.episodes.has_open(None):
                     self.annotate(End(now_us(), None))
                 return
@@ -296,8 +327,7 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
     def _forget(self, last: int) -> None:
         """Give up all rows; the next id is `last` + 1."""
         self.upheavals += 1
-        self.retired = self.horizon = last
-        self._window = Window(last, last)
+        self._state.forget(last)
         self.episodes.end_episodes(self.counters.extends)
 
     def change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
@@ -310,7 +340,7 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         """
         with self.lock:
             self.check_writable()
-            window = self._window
+            window = self._state.window
             if ids.size == 0:
                 return
             if not window.holds(ids).all():
@@ -334,7 +364,7 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
             places = [self.priority_place, *range(fields), self.priority_place - 1]
             self._change(ids, places, [priorities, *columns, times], replaces=True)
             self.priorities.raise_largest(ids, priorities)
-            self.write_count += count
+            self._state.note_replaced(count)
             self.counters.extends += 1
             self.priorities.tell(self, self.geometry.slot_of(ids))
 
@@ -422,7 +452,7 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
         values = check_priorities(values)
         with self.lock:
             self.check_writable()
-            here = self._window.holds(ids)
+            here = self._state.window.holds(ids)
             if not here.all():
                 ids, values = ids[here], values[here]
             slots = self.geometry.slot_of(ids)
@@ -457,12 +487,15 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
 
     def intact(self, ids: IntArray) -> bool:
         """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
-        depth = self.geometry.depth
+        state, depth = self._state, self.geometry.depth
         if depth is None:
-            gaps = self._window.gaps  # rows that leave there have their space given back
-            kept = not self.retired or ids.size == 0 or int(ids.min()) > self.retired
+            gaps, retired = (
+                state.window.gaps,
+                state.retired,
+            )  # rows that leave there have their space given back
+            kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (gaps and gaps.holds(ids).any())
-        return self.horizon <= depth or ids.size == 0 or int(ids.min()) > self.horizon - depth
+        return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -642,6 +675,14 @@ class Storage(Described, Indexed, Keyed, Stateful, ABC):
 
     def _make_room(self, count: int) -> None:
         """Wait until `count` more rows may be written."""
+
+    def _expect_key(self, rows: Rows) -> None:
+        """Make ready for the idempotency key of rows that are about to be written, if they have one."""
+
+    def _note_key(self, rows: Rows) -> None:
+        """Know the idempotency key of rows from now on, if they have one; they are published."""
+        if rows.key is not None:
+            self.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
 
     def drain(self) -> None:
         """Write to the columns the rows that only a journal has, where there is one."""

@@ -39,7 +39,6 @@ class Described:
     #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
     keeps_objects = False
     schema: Schema | None
-    retired: int
     #: Moves, twice, when fields come or go: their places are others then. Odd meanwhile.
     reshapes: int = 0
     #: As `expstore.schema.spec_text` has them; "": nothing is known.
@@ -49,11 +48,6 @@ class Described:
     def unviewed_places(self) -> frozenset[int]:
         """Fields of which rows are unpacked or put together where they are read: no views cost nothing."""
         return frozenset()
-
-    @property
-    def given_up(self) -> int:
-        """The newest id that was given up for other reasons than age."""
-        return self.retired
 
     def archived(self) -> Storage | None:
         """Return where rows are that have left; None: nowhere."""

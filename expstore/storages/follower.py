@@ -245,11 +245,14 @@ class FollowerStorage(FolderStorage):
         if found is not None:
             past = found.past
             self._log_length, self._entries = past.log_length if past else 0, found.entries
-            self.episodes, self.write_count = found.table, found.write_count
+            self._state = dataclasses.replace(
+                self._state, episodes=found.table, write_count=found.write_count
+            )
             if past is not None:
-                self.retired, self.priorities.largest, last = past.retired, past.max_priority, past.last
-                self.content, self.index_floor = past.content, past.index_floor
-                self._window = past.window(self.capacity)
+                last = past.last
+                self.priorities.note_largest(past.max_priority)
+                window = past.window(self.capacity)
+                self._state.recover(window, past.retired, found.write_count, past.content, past.index_floor)
                 self.counters.recovered = describe_past(past, 0)
         else:
             self.counters.recovered = None
@@ -314,9 +317,15 @@ class FollowerStorage(FolderStorage):
             if told is None or not told.go_on(view.last):
                 self._chronicle = None
                 told = Chronicle(self, view.last, self._episode_rows)
-            self._chronicle, self.episodes = told, told.table
-            self.write_count, self.priorities.largest = told.write_count, told.max_priority
-            self.content, self.index_floor = told.content, told.floor
+            self._chronicle = told
+            self._state = dataclasses.replace(
+                self._state,
+                episodes=told.table,
+                write_count=told.write_count,
+                content=told.content,
+                index_floor=told.floor,
+            )
+            self.priorities.note_largest(told.max_priority)
 
     def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         """Return episodes and steps of a run of rows, less those that were overwritten meanwhile."""
@@ -344,16 +353,16 @@ class FollowerStorage(FolderStorage):
     def window(self) -> Window:
         """The ids that can be read now."""
         if self._closed or not self._current().live:
-            return self._window
+            return self._state.window
         view = self._watch.look()
-        return self._window if view is None else self._window_of(view, view.last)
+        return self._state.window if view is None else self._window_of(view, view.last)
 
     @property
     def query_window(self) -> Window:
         """The ids that SQL sees: those of which episodes are known, too."""
         view, told = self._watch.look(), self._chronicle
         if not self._source.live or view is None or told is None:
-            return self._window
+            return self._state.window
         return self._window_of(view, min(view.last, told.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:
@@ -567,7 +576,8 @@ class FollowerStorage(FolderStorage):
             if self._archived is not None:
                 self._archived.close()
             self._source.close()
-            self._source, self.episodes = _Source(), EpisodeTable()
+            self._source = _Source()
+            self._state = dataclasses.replace(self._state, episodes=EpisodeTable())
             self._watch.close()
             if self._chronicle is not None:
                 self._chronicle.close()

@@ -338,7 +338,7 @@ def append_rows(
     """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
     if steps.session is not None:
         reopen_session(storage, steps.session)
-    first, time = storage.last + 1, now_us()
+    first, time = storage.window.last + 1, now_us()
     low, table = storage.window.low, storage.episodes
     memory = table.joins
     if memory.schema is not storage.schema:

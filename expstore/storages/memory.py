@@ -27,6 +27,7 @@ from expstore.storages.batch import Payload
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.new_field import Coming
+from expstore.storages.row_state import RowState
 from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
@@ -82,7 +83,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         return ring.with_slots(round_up(-(-ring.capacity // 8), ring.lanes), 0)
 
     def _begin_sampled(self) -> None:
-        self.sampled = Sampled(self.geometry.slots or max(4096, self.last))
+        self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
 
     def add_field(self, coming: Coming) -> None:
         """Have one more field: all of it, or nothing."""
@@ -150,17 +151,20 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                 sequence=self.counters.extends,
                 info=rows.info,
             )
-            self._advance(rows.first_id + rows.count - 1, count=rows.count)
+            last, position = rows.first_id + rows.count - 1, (1, self.content[1] + 1)
+            self._state.commit(last, rows.count, self.geometry.capacity, position)
             self._note_key(rows)
-            self.content = (1, self.content[1] + 1)
 
     def _annotate(self, entry: LogEntry) -> None:
         self._log += self.episodes.annotate(entry, self.counters.extends)
-        self.content = (1, self.content[1] + 1)
+        self._note_content()
 
     def _record_episodes(self, change: End | Resume) -> None:
         self._log += self.episodes.apply(change, self.counters.extends)
-        self.content = (1, self.content[1] + 1)
+        self._note_content()
+
+    def _note_content(self) -> None:
+        self._state.note_content((1, self.content[1] + 1))
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
@@ -170,13 +174,13 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         """Give up the rows with ids <= `through`, for good."""
         with self.episode_lock:
             super().retire(through)
-            self.content = (1, self.content[1] + 1)
+            self._note_content()
 
     def _forget(self, last: int) -> None:
         with self.episode_lock:
             self._log += self.episodes.end_episodes(self.counters.extends)
             super()._forget(last)
-            self.content = (1, self.content[1] + 1)
+            self._note_content()
         if self.geometry.slots is None and self.schema is not None:
             for column in self._columns:
                 if not isinstance(column, np.ndarray):
@@ -198,23 +202,32 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             sampled = self._arrange_sampled(arrival)
             moves = self.schema is not None and not self.schema.same(manifest.schema)
             with self.changing(), self.sampled_lock, self.episode_lock, self.moving_places(moves):
-                self.sampled = sampled
                 self.schema, self.geometry, self.seed = manifest.schema, manifest.geometry, manifest.seed
                 self.flatten = manifest.flatten
                 self.ranking, self.specs = manifest.ranking, manifest.specs
                 if manifest.schema is not None:
                     self.keys = manifest.find_keys(manifest.schema)
-                self._columns, self.priorities.values, self.episodes = columns, priorities, table
                 self._log = list(arrival.entries())
-                self.content = self.index_floor = (1, self.content[1] + 1)
-                base = arrival.base(self.content)
-                self.write_count, self.priorities.largest = base["write_count"], base["max_priority"]
-                self.horizon, self.retired = arrival.last, arrival.low
+                position = (1, self.content[1] + 1)
+                base = arrival.base(position)
                 limits = base["limits"][0], base["limits"][1]
                 self.draws = DrawState(
                     base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"])
                 )
-                self._window = Window(arrival.low, arrival.last, arrival.manifest.gaps)
+                self._columns = columns
+                self.priorities.restore(priorities, base["max_priority"])
+                self._state = RowState(
+                    window=Window(arrival.low, arrival.last, manifest.gaps),
+                    horizon=arrival.last,
+                    retired=arrival.low,
+                    write_count=base["write_count"],
+                    episodes=table,
+                    priorities=self.priorities,
+                    write_keys=self.write_keys,
+                    sampled=sampled,
+                    content=position,
+                    index_floor=position,
+                )
                 self.takeovers += 1
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:

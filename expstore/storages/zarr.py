@@ -15,25 +15,20 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, IntArray
-from expstore.disk.files import File
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.schema.schema import Field, Schema
+from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Rows
 from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
-from expstore.storages.columns.column_set import taken
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.memtable import TAIL_ROWS, Tail
+from expstore.storages.columns.memtable import TAIL_ROWS
 from expstore.storages.columns.payload import payload_parts
-from expstore.storages.columns.priorities import StoredPriorities
-from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
+from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.delete import RetainingStorage
-from expstore.storages.engine.replaced_rows import ReplacedRows
+from expstore.storages.engine.opening import make_columns
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
-from expstore.storages.format.zarr_metadata import check_metadata
-from expstore.storages.recovery.recover import Past, unsettled_blocks
 from expstore.storages.snapshots.resize import Progress, resized
 from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
 
@@ -71,55 +66,12 @@ class ZarrStorage(ArchivingStorage):
 
     kind = "zarr"
 
-    sampled: SampledColumn | None
-    priorities: StoredPriorities
-
-    def _begin(self) -> None:
-        self.priorities = StoredPriorities(self.lock_order)
-        self._tail = Tail(self.lock_order)
-        self._replaced = ReplacedRows()
-        self.columns: WritableColumns | None = None
-        self.checksums: Checksums | None = None
-        self._begin_reshaping()
-
     # -- opening ---------------------------------------------------------------------------------
-
-    def _open_columns(self) -> None:
-        self._tail = Tail(self.lock_order)  # the journal has all rows of the former one
-        self._replaced = ReplacedRows()  # and these changes
-        self.sampled = None
-        schema = self.manifest.schema
-        if schema is None:
-            return
-        fields = (*schema.fields, *ROW_FIELDS)
-        group = self._make_columns(fields)
-        check_metadata(self.disk, group.folder, fields, [column.rows for column in group.columns])
-        group.open_shards()
-        group.warm()
-        if group.segments is not None:
-            group.segments.generation = self.manifest.generation + 1
-        with self._other_fields(schema):
-            self.columns = group  # not before: readers must not meet a part that is not mapped
-        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, group)
-        if has_sampled(self.disk, group.folder):
-            self.sampled = SampledColumn(self.disk, group.folder, self.geometry.slots)
-        elif self._counting:
-            self._begin_sampled()
 
     def _open_archive_storage(self, path: Path, **options: Any) -> RetainingStorage:
         from expstore.storages.arrow import ArrowStorage  # late: an Arrow storage is a Zarr storage itself
 
         return ArrowStorage(path, **options)
-
-    def _make_columns(self, fields: Sequence[Field]) -> WritableColumns:
-        return WritableColumns(
-            self.disk,
-            self.path / COLUMNS,
-            fields,
-            self.geometry.slots,
-            reach=self.geometry.reach,
-            compression=self.manifest.compression,
-        )
 
     def _begin_sampled(self) -> None:
         group = self.columns
@@ -129,107 +81,11 @@ class ZarrStorage(ArchivingStorage):
             SampledColumn.make(
                 self.disk, group.folder, self.geometry.slots, ready=group.ready, pool=self._pool
             )
-            self.sampled = SampledColumn(self.disk, group.folder, self.geometry.slots)
+            self._state.count_sampled(SampledColumn(self.disk, group.folder, self.geometry.slots))
 
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out: they are synced before long."""
         self._keeper.note()
-
-    def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
-        if self.columns is None:
-            return
-        column = self.columns.columns[-1]
-        size = self.geometry.slots if self.geometry.slots is not None else max(4096, 2 * past.last)
-        values = np.ones(size, np.float32)
-        known = min(size, column.ready)
-        values[:known] = column.read(0, known)
-        if not whole:
-            for publish in past.unsynced():
-                for slot, _, n in self.geometry.runs(*publish.written):
-                    values[slot : slot + n] = publish.priority
-        self.priorities = StoredPriorities(self.lock_order, self.priorities)
-        # After a power cut the whole column is written again: which pages were lost is not known.
-        self.priorities.load(values, dirty=not whole)
-        if self.sampled is not None:
-            self._adopt_sampled(self.sampled, past, whole=whole)
-
-    def _adopt_sampled(self, sampled: SampledColumn, past: Past, *, whole: bool) -> None:
-        """Take over how often rows were handed out; unless `whole`, those after the mark begin at 0."""
-        newest = past.last if whole else min(past.last, past.synced)
-        if newest > self._window.low:
-            sampled.require(newest if self.geometry.slots is None else min(newest, self.geometry.slots))
-        before = max(past.synced, self._window.low)
-        if not whole and past.last > before:  # the very rows that are written again: no others may differ
-            sampled.forget(self.geometry.runs(before + 1, past.last - before))
-
-    def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
-        group = self.columns
-        files: set[File] = set()
-        folders: set[Path] = set()
-        if group is None or past.clean:
-            return files, folders
-        if group.segments is not None:
-            group.segments.note_left(*self._left())
-        before = max(past.synced, self._window.low)
-        columns = list(group.columns)
-        if self.sampled is not None:
-            columns.append(self.sampled.column)
-        if self.last > before:
-            newer = self.geometry.runs(before + 1, self.last - before)
-            group.rewrite(newer)
-            if self.sampled is not None:
-                self.sampled.rewrite(newer)
-        self.flush_priorities()
-        files.add(self._sum_unsettled(past))
-        files |= group.begin_opening()
-        folders |= self._take_new_folders()
-        for column in columns:
-            files.update(column.files)
-            for number in range(len(column.files)):
-                shard = column.shard_path(number)
-                folders.update(p for p in shard.parents if p.is_relative_to(column.folder))
-        return files, folders
-
-    def _sum_unsettled(self, past: Past) -> File:
-        """Sum the blocks to which the last writer may have written after its last mark, as they are now.
-
-        Their entries may be lost, or speak of bytes that are: this is the whole rule for them.
-        """
-        group, checksums = self.columns, self.checksums
-        if group is None or checksums is None:
-            raise StateError("the store has no columns yet", hint="extend() it first")
-        # Shards may be lost that the entries speak of.
-        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in group.columns if not c.packed])
-        schema = self.require_schema()
-        touched = unsettled_blocks(
-            past,
-            slots=self.geometry.slots,
-            spare=self.geometry.spare,
-            horizon=self._shared.page.get("horizon") if self.same_boot else None,
-            limit=limit,
-            load=lambda body: self.load_redo(body, schema),
-        )
-        readable = self._readable_blocks()
-        generation = self.manifest.generation
-        checksums.update(touched & readable, generation=generation, sequence=past.sequence)
-        blocks = {block for block in touched - readable if block * BLOCK_ROWS < limit}
-        checksums.give_up(blocks, generation=generation)
-        return checksums.file
-
-    def _readable_blocks(self) -> set[int]:
-        window = self._window
-        return blocks_of(self.geometry.runs(window.low + 1, window.size)) if window.size else set()
-
-    def _settle(self, past: Past | None) -> None:
-        group = self.columns
-        if group is not None:
-            group.settle(self.last, self.last if past is None else past.synced)
-        super()._settle(past)
-        if group is not None and past is not None and not past.clean:
-            group.synced()
-            group.completed(tidy=self.may_tidy())
-        if self.checksums is not None:  # a store that had none gets them, little by little
-            self.checksums.note_changed(self.checksums.missing(self._readable_blocks()))
 
     def _create(self, schema: Schema, keys: Keys) -> None:
         pool, folder = self._pool, self.path / COLUMNS
@@ -238,20 +94,20 @@ class ZarrStorage(ArchivingStorage):
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
         packings = self.layout.packings(fields, slots, self.geometry.reach)
         WritableColumns.create(self.disk, folder, fields, slots, pool, attributes, packings)
-        columns = self._make_columns(fields)
-        columns.warm()
-        if columns.segments is not None:
-            columns.segments.generation = self.manifest.generation
-        if self.checksums is not None:
-            self.checksums.close()
-        self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
-        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, columns)
         ring = self.geometry
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         manifest = self.manifest.replace(schema=schema, **numbers)
+        columns = make_columns(self.disk, self.path, manifest, schema)
+        columns.warm()
+        if columns.segments is not None:
+            columns.segments.generation = manifest.generation
+        if self.checksums is not None:
+            self.checksums.close()
+        self.disk.unlink(self.path / CHECKSUMS)  # of rows that a failed attempt never got
+        self._state.replace_checksums(Checksums(self.disk, self.path / CHECKSUMS, columns))
         manifest.save(self.disk, self.path)
         self.manifest = manifest
-        self.columns = columns
+        self._state.replace_columns(columns)
         self._shared.note_layout()
         size = 4096 if slots is None else slots
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
@@ -260,8 +116,9 @@ class ZarrStorage(ArchivingStorage):
 
     def _put(self, rows: Rows, skipped: int) -> Payload:
         self.disk.warm()
-        self.episodes.kernels = self.disk.kernels
-        columns = self.columns
+        state = self._state
+        state.episodes.kernels = self.disk.kernels
+        columns, priorities = state.columns, state.priorities
         if columns is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         assignment = rows.assignment
@@ -278,10 +135,10 @@ class ZarrStorage(ArchivingStorage):
             numbers = np.ascontiguousarray(numbers[:, skipped:])
         first, written = rows.first_id + skipped, count - skipped
         runs = self.geometry.runs(first, written)
-        with self.priorities.lock:  # a page of older priorities must not be written after these
-            self.priorities.start(runs, self.geometry.slots)
-            priorities = np.full(written, self.priorities.largest, np.float32)
-            crc = columns.write(runs, arrays, numbers, priorities)
+        with priorities.lock:  # a page of older priorities must not be written after these
+            priorities.start(runs, self.geometry.slots)
+            largest = np.full(written, priorities.largest, np.float32)
+            crc = columns.write(runs, arrays, numbers, largest)
         inline = self._make_durable(columns, rows, arrays, numbers) if self.durable else b""
         return Payload(crc, inline)
 
@@ -300,30 +157,31 @@ class ZarrStorage(ArchivingStorage):
             return b"".join(payload_parts(group, arrays, numbers))
         runs = self.geometry.runs(rows.first_id + rows.count - count, count)
         self._checkpointer.sync_rows(
-            lambda: (group.files_of(runs) | group.packed_files, self._take_new_folders())
+            lambda: (group.files_of(runs) | group.packed_files, self._state.take_new_folders())
         )
         return b""
 
     def _put_in_tail(self, columns: WritableColumns, rows: Rows) -> Payload:
         """Keep few rows back: their publish record will carry their bytes."""
-        if self._tail.full:
+        if self._state.memtable.full:
             self.drain()
         parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
         inline = b"".join(parts)
         self.priorities.start(self.geometry.runs(rows.first_id, rows.count), self.geometry.slots)
-        self._tail.add(rows.first_id, rows.count, parts)
+        self._state.memtable.add(rows.first_id, rows.count, parts)
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
     def drain(self) -> None:
         """Write rows that were kept back to the columns."""
-        tail, columns = self._tail, self.columns
+        state = self._state
+        tail, columns = state.memtable, state.columns
         if not tail.count or columns is None or not self._lock_file.held:
             return  # a forked child must not write: the parent may have given their slots to other rows
         try:
-            with tail.lock, self.priorities.lock:
+            with tail.lock, state.priorities.lock:
                 if tail.count:
                     pieces = self.geometry.runs(tail.first_id, tail.count)
-                    values = self.priorities.values
+                    values = state.priorities.values
                     priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
                     tail.write(columns, pieces, priorities)
                     # Before others see an empty tail: they write newer rows then, and set this further.
@@ -336,10 +194,6 @@ class ZarrStorage(ArchivingStorage):
             raise
 
     # -- sync ------------------------------------------------------------------------------------
-
-    def _take_new_folders(self) -> set[Path]:
-        folders = taken(self.columns.new_folders) if self.columns is not None else set()
-        return folders if self.sampled is None else folders | taken(self.sampled.new_folders)
 
     def block_sums(self) -> Array | None:
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
@@ -426,7 +280,8 @@ class ZarrStorage(ArchivingStorage):
                 try:
                     with self.changing():
                         commit_load(self.disk, self.path)
-                        self._open_anew(first=True)
+                        with self._health.guarding():
+                            self._open(first=True)
                 except BaseException:
                     self.note_interruption()  # the next opening sees what is there
                     raise
@@ -436,23 +291,24 @@ class ZarrStorage(ArchivingStorage):
     # -- change and read -------------------------------------------------------------------------
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        if self.columns is None:
+        state = self._state
+        group = state.columns
+        if group is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
-        group = self.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-        if self._tail.count and self._tail.holds(slots, self.geometry.slots).any():
+        if state.memtable.count and state.memtable.holds(slots, self.geometry.slots).any():
             try:
                 self.drain()
             except StorageError:
-                return self._tail.take(group, slots, wanted, self.priorities.values)
-        return self._replaced.take(group, slots, wanted)
+                return state.memtable.take(group, slots, wanted, state.priorities.values)
+        return state.replaced.take(group, slots, wanted)
 
     def _sizes_of(self, ids: IntArray) -> IntArray:
         group = self.columns
         if group is None or group.segments is None:
             return np.zeros(ids.size, np.int64)
         slots = self.geometry.slot_of(ids)
-        if self._tail.count and self._tail.holds(slots, self.geometry.slots).any():
+        if self._state.memtable.count and self._state.memtable.holds(slots, self.geometry.slots).any():
             try:
                 self.drain()
             except StorageError:
@@ -467,7 +323,7 @@ class ZarrStorage(ArchivingStorage):
         runs = self.geometry.runs(first_id, count)
         columns = self.columns.columns
         found: list[list[Any]] = []
-        over, segments = self._replaced.overlay(), self.columns.segments
+        over, segments = self._state.replaced.overlay(), self.columns.segments
         for place in places:
             if segments is not None and place in self.columns.segment_places:
                 number = self.columns.segment_places.index(place)

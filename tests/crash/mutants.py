@@ -28,6 +28,7 @@ from expstore.storages.engine import alter
 from expstore.storages.engine.archive import Archive
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.checkpointer import Checkpointer, Pin
+from expstore.storages.engine.opening import Opening
 from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.format import write_key_file
@@ -102,7 +103,7 @@ def break_sync() -> None:
 
 def break_recovery() -> None:
     """What opening found is not brought to the disk before a new base says that it is there."""
-    JournaledStorage._settle = lambda self, past: None  # type: ignore[method-assign]
+    Opening._make_durable = lambda self, past, store: None  # type: ignore[method-assign]
 
 
 def break_marks() -> None:

@@ -24,8 +24,8 @@ import torch
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.disk.files import Disk, File, _failed
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
-from expstore.storages.engine import store
-from expstore.storages.zarr import ZarrStorage
+from expstore.storages.engine import store as engine_store
+from expstore.storages.engine.opening import Opening
 from tests.crash import ledger as facts
 from tests.crash.checks import (
     Wrong,
@@ -187,7 +187,7 @@ class FaultyDisk(Disk):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put back what `fit_constants` changes, and write no checkpoints in the background."""
-    monkeypatch.setattr(store, "Keeper", NoKeeper)
+    monkeypatch.setattr(engine_store, "Keeper", NoKeeper)
     for module, name in CONSTANTS:
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -383,7 +383,7 @@ def test_every_act_with_an_index(name: str, tmp_path: Path, count_cases: Callabl
     assert bool(seen) == (name != "short")
 
 
-@pytest.mark.parametrize("step", ["take_over", "_adopt", "_settle", "_claim_state"])
+@pytest.mark.parametrize("step", ["_recover_rows", "_load_priorities", "_make_durable", "_claim"])
 def test_a_reading_again_that_fails_leaves_what_was_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -402,7 +402,7 @@ def test_a_reading_again_that_fails_leaves_what_was_open(
         raise StorageError("not now")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store if step == "take_over" else ZarrStorage, step, fail)
+        patched.setattr(Opening, step, fail)
         for _ in range(2):
             with pytest.raises(StorageError, match="not now"):
                 rb.flush()

@@ -91,7 +91,7 @@ def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
     rb = memory_buffer(24, seed=1, sampler=sampler)
     storage: Any = rb.storage
     rb.extend(rows(30))
-    storage._window = replace(storage.window, gaps=Gaps.of([(3, 8), (11, 11), (20, 24)]))
+    storage._state.window = replace(storage.window, gaps=Gaps.of([(3, 8), (11, 11), (20, 24)]))
     return rb
 
 

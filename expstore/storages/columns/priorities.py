@@ -92,6 +92,15 @@ class Priorities:
         for watcher in list(self._watchers):
             watcher.on_priorities(storage, slots)
 
+    def note_largest(self, largest: float) -> None:
+        """Let new rows start at this priority: the largest that other content has had so far."""
+        self.largest = largest
+
+    def restore(self, values: Array, largest: float) -> None:
+        """Take over the priorities of other content, by slot, and the largest. Shape `(slots,)`, float32."""
+        self.values = values
+        self.note_largest(largest)
+
     def start(self, runs: list[tuple[int, int, int]], slots: int | None) -> None:
         """Give new rows the largest priority.
 
@@ -151,10 +160,10 @@ class StoredPriorities(Priorities):
         former: As of `Priorities`.
     """
 
-    def __init__(self, order: LockOrder, former: StoredPriorities | None = None) -> None:
+    def __init__(self, order: LockOrder, former: Priorities | None = None) -> None:
         super().__init__(former)
-        made = order.ranked("priorities", threading.Lock())
-        self.lock: threading.Lock = made if former is None else former.lock
+        known = former.lock if isinstance(former, StoredPriorities) else None
+        self.lock: threading.Lock = known or order.ranked("priorities", threading.Lock())
         self._dirty = np.zeros(0, bool)
 
     def load(self, values: Array, *, dirty: bool) -> None:

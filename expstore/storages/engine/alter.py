@@ -37,9 +37,7 @@ class ReshapableStorage(PackableStorage):
     Crashes: the field is there whole or not at all.
     """
 
-    checksums: Checksums | None
-
-    def _begin_reshaping(self) -> None:
+    def _begin(self) -> None:
         self._reshaping = Reshaping(self.lock_order)
 
     def add_field(self, coming: Coming) -> None:
@@ -172,22 +170,15 @@ class ReshapableStorage(PackableStorage):
         commit_late(self.disk, self.path, manifest)
         reshaped = group.reshaped(columns)
         with self.episode_lock, self._other_fields(schema):
-            self.manifest, self.specs, self.columns = manifest, manifest.specs, reshaped
+            self.manifest, self.specs = manifest, manifest.specs
+            self._state.replace_columns(reshaped)
             self._shared.note_layout()
         finish_late(self.disk, self.path)
-        self.checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
+        checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
+        self._state.replace_checksums(checksums)
         if sums is not None:
-            self.checksums.note_changed(sums.changed)
+            checksums.note_changed(sums.changed)
             sums.close()
-
-    @contextlib.contextmanager
-    def _other_fields(self, schema: Schema) -> Iterator[None]:
-        """Have these fields; let who reads meanwhile know if their places are others than before."""
-        moves = self.schema is not None and not schema.same(self.schema)
-        with self.moving_places(moves):
-            yield
-            self.schema, self.keys = schema, self.resolve_keys(schema)
-            self.upheavals += moves
 
 
 class _Building:

@@ -24,6 +24,7 @@ from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.engine.archive import Archive, Going, Left, archive_path, archived_schema, with_left
 from expstore.storages.engine.delete import RetainingStorage
+from expstore.storages.engine.opening import Opened
 from expstore.storages.new_field import Coming
 from expstore.storages.snapshots.restore import ContentLike
 
@@ -50,15 +51,20 @@ class ArchivingStorage(RetainingStorage):
     def _open(self, *, first: bool) -> None:
         if self.archive is None:
             self._open_archive()
-        former, archive = self.manifest.generation, self.archive
-        if archive is None:
+        if self.archive is None:
             super()._open(first=first)
             return
-        with archive.turn:  # who copies rows reads them in these columns, or in the next ones
+        with self.archive.turn:  # who copies rows reads them in these columns, or in the next ones
             super()._open(first=first)
-            if self.schema is not None:
-                archive.check_fields(self.schema)
-            archive.meet(self.manifest, former, self._window, self.path)
+
+    def _check_opened(self, opened: Opened) -> None:
+        """Raise an error if the archive cannot go on with what an opening has found."""
+        archive, manifest = self.archive, opened.manifest
+        if archive is None:
+            return
+        if manifest.schema is not None:
+            archive.check_fields(manifest.schema)
+        archive.meet(manifest, self.manifest.generation, opened.store.window, self.path)
 
     def _open_archive(self) -> None:
         asked, noted = self.asked_archive, self.manifest.archive
@@ -152,7 +158,7 @@ class ArchivingStorage(RetainingStorage):
         if archive is None or self.schema is None or archive.storage.closed:
             return
         with archive.turn:
-            through = min(self._window.low, self._checkpointer.covered)
+            through = min(self._state.window.low, self._checkpointer.covered)
             if through > archive.through:
                 self._copy(archive, through)
             before = self.episodes.next_episode
@@ -169,14 +175,14 @@ class ArchivingStorage(RetainingStorage):
 
     def _copy(self, archive: Archive, through: int) -> None:
         """Bring rows up to an id to the archive, which marks cover; its `turn` is held."""
-        window = self._window
+        window = self._state.window
         if through > window.low:  # they are to be given up for a long extend
             window = Window(through, max(window.last, through), window.gaps)
         wanted = with_left(self, window, archive.through)
-        behind = self._newest_left(Window(wanted.low, max(through, self._window.low), wanted.gaps))
+        behind = self._newest_left(Window(wanted.low, max(through, self._state.window.low), wanted.gaps))
         for left in self._leaving(Window(wanted.low, through, wanted.gaps), archive):
             last, schema = int(left.ids[-1]), self.require_schema()
-            sure = last <= self._window.low  # else it may go on with a batch under way
+            sure = last <= self._state.window.low  # else it may go on with a batch under way
             archive.append(left, self.keys, schema, self._going_behind(last, behind), sure=sure)
         archive.pass_over(through)
 
@@ -261,7 +267,7 @@ class ArchivingStorage(RetainingStorage):
                 # Else the power may take the batch back when the archive knows no more that it came early.
                 self.sync()
             with archive.turn:
-                archive.meet(self.manifest, self.manifest.generation, self._window, self.path)
+                archive.meet(self.manifest, self.manifest.generation, self._state.window, self.path)
         except BaseException:
             self.note_interruption()  # what has come too early is given up with what is read again
             raise
@@ -293,7 +299,8 @@ class ArchivingStorage(RetainingStorage):
         with archive.turn:
             if through > archive.settled:
                 self._copy(
-                    archive, max(through, min(self._window.low, self._checkpointer.covered), archive.through)
+                    archive,
+                    max(through, min(self._state.window.low, self._checkpointer.covered), archive.through),
                 )
                 archive.settle()
         self.counters.waits += 1
@@ -340,7 +347,7 @@ class ArchivingStorage(RetainingStorage):
         archive = self.archive
         if archive is not None and self.schema is not None:
             self.sync()
-            self._archive_for(archive, self._window.low)  # what had left before is not deleted
+            self._archive_for(archive, self._state.window.low)  # what had left before is not deleted
         super()._forget(last)
 
     # -- what is refused -----------------------------------------------------------------------------

@@ -19,10 +19,9 @@ from expstore.core.values import IntArray
 from expstore.disk.files import File
 from expstore.episodes.fragments import all_ids
 from expstore.errors import StateError
-from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
+from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.writer import PackedColumn
-from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.alter import ReshapableStorage
 from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.format.chunk_encoding import reach_for
@@ -55,9 +54,6 @@ class RetainingStorage(ReshapableStorage):
     Crashes: a row is given up when a record on the disk says so, and no earlier; its space is given back
     after that, or not at all if the process ends before, which costs space and nothing else.
     """
-
-    checksums: Checksums | None
-    sampled: SampledColumn | None
 
     def note_policy(self, policy: Mapping[str, Any]) -> None:
         """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
@@ -95,7 +91,7 @@ class RetainingStorage(ReshapableStorage):
 
     def rows_of(self, episodes: IntArray) -> Gaps:
         """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
-        window = self._window
+        window = self._state.window
         with self.episode_lock:
             still_open = [entry.episode for entry in self.episodes.open_entries()]
             fragments = self.episodes.fragments.rows
@@ -149,7 +145,7 @@ class RetainingStorage(ReshapableStorage):
             All rows that have left, those around which bytes are to be given back, and what keeps
             checkpoints from covering the record until that is done.
         """
-        window = self._window
+        window = self._state.window
         gaps = window.gaps.joined(going)
         through = window.low
         if gaps and gaps.first[0] <= window.low + 1:
@@ -176,11 +172,10 @@ class RetainingStorage(ReshapableStorage):
             self._shared.note_layout()  # followers look again; what they gather meanwhile is void
             with self.episode_lock:
                 self.upheavals += 1
-                self.retired = max(self.retired, through)
-                self._window = replace(window, low=through, gaps=rest)
+                self._state.delete(replace(window, low=through, gaps=rest))
                 self.manifest = manifest
                 self.episodes.give_up(going)
-                self.content = (manifest.generation, sequence)
+                self._note_content(sequence)
         except BaseException:
             self.note_interruption()
             raise
@@ -192,8 +187,8 @@ class RetainingStorage(ReshapableStorage):
         if self.columns is None or self.checksums is None:
             return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
-        gaps, low = self._window.gaps, self._window.low
-        last = self._window.last
+        gaps, low = self._state.window.gaps, self._state.window.low
+        last = self._state.window.last
         empty = {
             block
             for block in blocks
@@ -225,7 +220,7 @@ class RetainingStorage(ReshapableStorage):
                 files |= _punch(column, pages)
         if group.segments is not None:
             with self._checkpointer.lock:  # a checkpoint may merge them
-                group.segments.note_left(*self._left())
+                group.segments.note_left(*self._state.left(self.geometry.slots))
                 group.segments.give_up()
         return files
 

@@ -14,8 +14,7 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.files import File
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.priorities import StoredPriorities
-from expstore.storages.engine.replaced_rows import ReplacedRows, RowBatch
+from expstore.storages.engine.replaced_rows import RowBatch
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.format import records
 from expstore.storages.format.journal import Kind
@@ -29,10 +28,6 @@ class DisplacingStorage(JournaledStorage):
     Threads: as `Storage`; one settles at a time, under the sync's lock. Crashes: the journal has every row
     when a call returns; the columns get them when that is on the disk, and no mark covers them before.
     """
-
-    columns: WritableColumns | None
-    priorities: StoredPriorities
-    _replaced: ReplacedRows
 
     # -- in --------------------------------------------------------------------------------------
 
@@ -50,7 +45,7 @@ class DisplacingStorage(JournaledStorage):
             return
         if self.hold.first:
             self._wait_for_copy(None)
-        waiting = self._replaced.waiting_bytes
+        waiting = self._state.replaced.waiting_bytes
         if self.last > self._checkpointer.covered or (
             waiting and waiting + size > tuning.REPLACED_ROWS_BYTES
         ):
@@ -87,7 +82,7 @@ class DisplacingStorage(JournaledStorage):
             sequence = self.append_record(Kind.REDO, body)
             if self.durable:
                 self._checkpointer.sync_record(self.journal)
-            self._replaced.add(slots, columns, lambda: self._batch_behind(sequence - 1, places))
+            self._state.replaced.add(slots, columns, lambda: self._batch_behind(sequence - 1, places))
         with self.priorities.lock:
             self.priorities.values[slots] = columns[0]
         self.priorities.note_changed(slots)
@@ -106,7 +101,7 @@ class DisplacingStorage(JournaledStorage):
         try:
             touched = self._write_rows(self.columns, slots, places, columns)
         except BaseException:
-            self._replaced.fail(slots, places, columns)
+            self._state.replaced.fail(slots, places, columns)
             raise
         with self.episode_lock:
             self._note_touched(touched, slots)
@@ -135,12 +130,12 @@ class DisplacingStorage(JournaledStorage):
 
     def settle_changes(self) -> None:
         """Have the columns hold all rows; the storage's lock is held, so that none come meanwhile."""
-        if self._replaced:
+        if self._state.replaced:
             self.sync()
 
     def write_back(self) -> None:
         """Write to the columns what waits in memory: replaced rows, counts, priorities."""
-        if self._replaced:
+        if self._state.replaced:
             self._write_replaced()
         super().write_back()
 
@@ -150,7 +145,7 @@ class DisplacingStorage(JournaledStorage):
             group = self.columns
             if self._health.needs_recovery or group is None or not self._lock_file.held:
                 return
-            batch = self._replaced.begin()
+            batch = self._state.replaced.begin()
             if batch is None:
                 return
             segments, rotated = self.journal.sync_files(), self.journal.rotated
@@ -165,5 +160,5 @@ class DisplacingStorage(JournaledStorage):
         self._shared.end_change()
         with self.episode_lock:
             self._note_touched(touched, slots)
-            self._replaced.end()
+            self._state.replaced.end()
             self._checkpointer.release(batch.pin)

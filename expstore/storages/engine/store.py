@@ -20,51 +20,44 @@ from typing import Any
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
-from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.checkpointed import Checkpoint, Checkpointed
-from expstore.disk.files import Disk, File
+from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import EpisodeLog, LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.episodes.table import EpisodeTable
-from expstore.errors import CorruptionError, ExpStoreError, StateError, StorageError
-from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
+from expstore.errors import ExpStoreError, StateError, StorageError
+from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Rows, now_us
+from expstore.storages.base import Keys, Rows
 from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine.background_checkpoints import Keeper
 from expstore.storages.engine.checkpointer import Checkpointer, Pin
 from expstore.storages.engine.disk_space import DiskSpace
 from expstore.storages.engine.health import Health
 from expstore.storages.engine.open_settings import Settings, enter
+from expstore.storages.engine.open_store import OpenStore
+from expstore.storages.engine.opening import Opened, Opening, explain_full_disk
 from expstore.storages.engine.process_exit import register, unregister
 from expstore.storages.engine.shared_state import SharedState
-from expstore.storages.engine.take_over import take_over
 from expstore.storages.folder import FolderStorage, refuse_objects
-from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import (
     SYNC_SEGMENT_BYTES,
     Journal,
     Kind,
-    no_records,
-    read_journal,
-    settle_journal,
 )
 from expstore.storages.format.layout import LayoutName, ask_layout
-from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import JOURNAL, LOG, REDO, STATE, index_path
-from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.format.manifest import Manifest
+from expstore.storages.format.paths import REDO, STATE, index_path
 from expstore.storages.format.records import Publish, Redo, shelve_body
-from expstore.storages.format.write_key_file import KEYS, KeyFile
-from expstore.storages.recovery.recover import Past, describe_past, lost_records, read_past
+from expstore.storages.format.write_key_file import KeyFile
 from expstore.storages.sessions import end_sessions
-from expstore.storages.snapshots.capture import base_of
-from expstore.storages.snapshots.restore import ContentLike, finish_load, read_content
+from expstore.storages.snapshots.restore import ContentLike, read_content
 from expstore.storages.snapshots.snapshot_methods import VersionedStorage
 
 __all__ = ["JournaledStorage"]
@@ -92,11 +85,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
     """
 
-    columns: WritableColumns | None
-    checksums: Checksums | None
-    sampled: SampledColumn | None
-    write_keys: KeyFile
-    _log: EpisodeLog
+    _state: OpenStore
 
     def __init__(
         self,
@@ -135,7 +124,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self.draws = DrawState(order=self.lock_order, sink=self._shared)
             self._shared.enter()
             self._note_change(None)  # recovery may change rows that others are reading
-            with self._saying_what_it_needs():
+            with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
             if manifest.schema is not None and self._shared.is_new:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
@@ -149,172 +138,86 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     # -- opening ---------------------------------------------------------------------------------
 
     def _open(self, *, first: bool) -> None:
-        """Take over the last whole state, then start a journal segment of a new generation."""
-        first = self._finish_load() or first
-        manifest = self.manifest
-        past = self._read_past()
-        if past is not None and not past.clean:
-            settle_journal(self.disk, self.path / JOURNAL)
-        generation = self.episodes.generation
-        if first:  # an opening that was killed has raised it without writing anything
-            generation = past.base["generation"] if past else manifest.generation
-        former = self.episodes.joins
-        self.episodes = EpisodeTable(generation=generation, session=self.episodes.session.id)
-        if not first:
-            self.episodes.joins = former.carried()
-        self._open_columns()
-        self._log = EpisodeLog(self.disk, self.path / LOG, length=past.log_length if past else 0)
-        cut: list[LogEntry] = []
-        if past is not None:
-            self._log.append(take_over(past, self))
-            self.content, self.index_floor = past.content, past.index_floor
-            self._adopt(past)
-            if first or self.draws.replaced:  # otherwise only memory knows what was handed out
-                self.draws = self._draws_of(past)
-            cut = self.episodes.end_local(now_us(), past.sequence) if first else []
-            self._log.append(cut)
-        self._open_keys(past)
-        sequence = past.sequence if past else 0
-        self.manifest = manifest.replace(generation=manifest.generation + 1, gaps=self._window.gaps)
-        if cut:
-            self.content = (self.manifest.generation, sequence + 1)  # the index has not heard of these ends
-        if first:
-            self.episodes.generation = self.manifest.generation
-            episodes = sum(entry.episode > 0 for entry in cut)
-            self.counters.recovered = describe_past(past, episodes) if past else None
-        self._settle(past)
-        self.manifest.save(self.disk, self.path)
-        self.journal = Journal(
+        """Open what is on the disk now, and take it over; if that fails, what was open stays so."""
+        former = self._state
+        opened = Opening(
             self.disk,
-            self.path / JOURNAL,
-            uuid=manifest.uuid,
-            generation=self.manifest.generation,
-            sequence=sequence,
+            self.path,
+            self.manifest,
+            shared=self._shared,
+            order=self.lock_order,
+            pool=self._pool,
             segment_bytes=self._segment_bytes,
-        )
-        self.journal.start_segment(self._base(opening=True))
-        self.disk.sync_all(self.journal.sync_files(), [], None)
-        self.disk.sync_dir(self.journal.folder)
-        self.journal.cut()
-        self._claim_state(self.journal.sequence)
+            counts=self._counting,
+            may_tidy=self.may_tidy(),
+            former=former,
+            draws=self.draws,
+            first=first,
+        ).run()
+        try:
+            self._check_opened(opened)
+        except BaseException:
+            opened.store.close()
+            raise
+        schema = opened.manifest.schema
+        with self._other_fields(schema):
+            self._state, self.draws = opened.store, opened.draws
+            self.take_manifest(opened.manifest)
+        if opened.first:
+            self.counters.recovered = opened.recovered
+        else:
+            self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
         self.upheavals += 1
         self.takeovers += 1
         self._checkpointer.restart(self.journal.sequence, self.last, self.draws)
+        former.close()
+
+    def _check_opened(self, opened: Opened) -> None:
+        """Raise an error if the store cannot go on with what an opening has found."""
 
     @contextlib.contextmanager
-    def _saying_what_it_needs(self) -> Iterator[None]:
-        """Add to the error of a full disk how much space an opening takes."""
-        try:
+    def _other_fields(self, schema: Schema | None) -> Iterator[None]:
+        """Have these fields; let who reads meanwhile know if their places are others than before."""
+        moves = schema is not None and self.schema is not None and not schema.same(self.schema)
+        with self.moving_places(moves):
             yield
-        except StorageError as exc:
-            if exc.kind == "disk_full":
-                exc.hint = f"opening the store takes about {self._opening_bytes()} bytes of free space"
-            raise
-
-    def _opening_bytes(self) -> int:
-        """Return about how many bytes an opening takes: expstore.json, a segment, what no mark covers."""
-        need = 4 * PAGE + 2 * self.disk.size(self.path / MANIFEST)
-        records = read_journal(self.disk, self.path / JOURNAL)
-        past = read_past(records, self.manifest.gaps) if records else None
-        if past is None or past.clean or self.manifest.schema is None:
-            return need
-        columns = len(self.manifest.schema.fields) + len(ROW_FIELDS)
-        return need + sum(len(r.body) for r in past.records[past.settled :]) + 2 * PAGE * columns
-
-    def _read_past(self) -> Past | None:
-        """Read the journal; None: there is none yet."""
-        folder = self.path / JOURNAL
-        records = read_journal(self.disk, folder)
-        if not records:
-            if self.manifest.schema is not None:
-                raise no_records(self.disk, folder)
-            return None
-        past = read_past(records, self.manifest.gaps)
-        lost = lost_records(self._shared.page, past, fits=self.same_boot)
-        if lost:
-            raise CorruptionError(f"{folder} {lost}")
-        return past
+            if schema is not None:
+                self.schema, self.keys = schema, self.resolve_keys(schema)
+            self.upheavals += moves
 
     @property
-    def same_boot(self) -> bool:
-        """Whether STATE is this store's, of this start of the machine."""
-        return self._shared.fits(self.uuid, self.manifest.generation)
+    def columns(self) -> WritableColumns | None:
+        """The columns of the rows; None: there are no fields yet."""
+        return self._state.columns
 
-    def _finish_load(self) -> bool:
-        """Move in a version's content that was left half way; say whether there was one."""
-        found = finish_load(self.disk, self.path)
-        if finish_late(self.disk, self.path) or found:
-            self.take_manifest(Manifest.load(self.disk, self.path))
-        self.draws.replaced |= found
-        return found
+    @property
+    def checksums(self) -> Checksums | None:
+        """The checksums of blocks of the columns; None: there are no fields yet."""
+        return self._state.checksums
 
-    def _adopt(self, past: Past) -> None:
-        """Take over window and priorities."""
-        self.retired, self.horizon = past.retired, past.last
-        self._window = past.window(self.capacity)
-        same_boot = self.same_boot
-        if past.cut or not (same_boot or past.clean):
-            # The index may hold what the journal has lost.
-            for name in ("index.duckdb", "index.duckdb.wal"):
-                self.disk.unlink(self.path / name)
-        self._adopt_priorities(past, whole=same_boot or past.clean)
-        self.priorities.largest = past.max_priority
+    @property
+    def sampled(self) -> SampledColumn | None:
+        """How often each row was handed out; None: nobody has asked for it yet."""
+        return self._state.sampled
 
-    def _draws_of(self, past: Past) -> DrawState:
-        """Return where the draws were, as the journal and STATE have it."""
-        numbers = past.draw, past.progress, past.limits, past.randomness
-        draws = DrawState(*numbers, order=self.lock_order, sink=self._shared)
-        state = self._shared.page
-        if self.same_boot and state.get("generation") >= past.base["generation"]:
-            # Otherwise it is of what a load has replaced.
-            draws.number = max(draws.number, state.get("draw"))
-            draws.progress = state.get_progress() or draws.progress
-            draws.limits = state.get("sampled"), state.get("limiter")
-        return draws
+    @property
+    def priorities(self) -> StoredPriorities:
+        """The priorities of the rows, by slot."""
+        return self._state.priorities
 
-    def _settle(self, past: Past | None) -> None:
-        """Bring what recovery accepted to the disk, before a new base says that it is there."""
-        self._log.flush()
-        self.write_keys.flush()
-        if past is None or (past.clean and not self._log.dirty and not self.write_keys.unsynced):
-            return
-        files, folders = self._settle_columns(past)
-        files |= {self._log.file, *self.write_keys.unsynced}
-        self.disk.sync_all(files, sorted({self.path, *folders}), self._pool)
-        self.write_keys.completed(tidy=True)
+    @property
+    def write_keys(self) -> KeyFile:
+        """Under which idempotency keys rows were written."""
+        return self._state.write_keys
 
-    def _base(self, *, opening: bool) -> dict[str, object]:
-        """Return what a base record keeps."""
-        own = {"opening": opening, "generation": self.manifest.generation, "log_length": self._log.length}
-        return base_of(self) | own | {"write_keys": self.write_keys.number}  # by which a lost file is noticed
+    @property
+    def journal(self) -> Journal:
+        """Where commit records go."""
+        return self._state.journal
 
-    def _open_keys(self, past: Past | None) -> None:
-        """Take over the keys of rows that are there: from the file what a mark covers, or their records."""
-        covered = 0 if past is None else min(past.synced, past.last)
-        keys = KeyFile(
-            self.disk,
-            self.path / KEYS,
-            expected=self.manifest.keyed,
-            covered=covered,
-            known=past.base.get("write_keys", 0) if past else 0,
-            now=now_us(),
-        )
-        for publish in past.publishes if past else []:
-            if publish.key is not None and publish.last_id > covered:
-                keys.note(publish.key, publish.first_id, publish.count, publish.time)
-        self.write_keys = keys
-
-    def _claim_state(self, sequence: int) -> None:
-        """Start the control page anew, when all that an opening does is done."""
-        self._shared.claim(
-            self.uuid,
-            generation=self.manifest.generation,
-            sequence=sequence,
-            horizon=self.horizon,
-            retired=self.retired,
-            last=self.last,
-            draws=self.draws,
-        )
+    @property
+    def _log(self) -> EpisodeLog:
+        return self._state.log
 
     def beat(self) -> None:
         """Show other processes that this one is alive."""
@@ -339,17 +242,21 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         with self._health.guarding():
             super().prepare(schema, keys, dims)
 
+    def _base(self) -> dict[str, Any]:
+        """Return what the next segment of the journal begins with."""
+        return self._state.base_record(self.draws, self.manifest.generation, opening=False)
+
     def append_record(self, kind: Kind, *body: bytes) -> int:
         """Append a record, in a new segment if this one is full; return its LSN.
 
         The lock of the episodes is held.
         """
-        size = sum(map(len, body))
-        if not self.journal.fits(size):
+        size, journal = sum(map(len, body)), self._state.journal
+        if not journal.fits(size):
             with self._health.guarding():
-                self.journal.start_segment(self._base(opening=False), room=size)
+                journal.start_segment(self._base(), room=size)
             self._keeper.hurry()
-        return self.journal.append(kind, *body)
+        return journal.append(kind, *body)
 
     def check_space(self, count: int) -> None:
         """Refuse rows that would leave the disk with less than `min_free_bytes`.
@@ -379,16 +286,17 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
-        if not self._space.has_room(self.last + count):
+        last = self._state.window.last
+        if not self._space.has_room(last + count):
             self.check_space(count)
         if count > self.geometry.spare:
             self.sync()
             if self.geometry.depth is not None:
-                through = min(self.last, self.last + count - self.geometry.depth)
-                if through > self._window.low:
+                through = min(last, last + count - self.geometry.depth)
+                if through > self._state.window.low:
                     self.retire(through)
             return
-        free = self.geometry.spare - (self.last - self._checkpointer.covered)
+        free = self.geometry.spare - (last - self._checkpointer.covered)
         if 2 * (free - count) < self.geometry.spare:
             self._keeper.hurry()
         if count > free:
@@ -398,7 +306,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self.counters.wait_seconds += time.monotonic() - started
 
     def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        assignment = rows.assignment
+        assignment, state = rows.assignment, self._state
+        last = rows.first_id + rows.count - 1
         publish = Publish(
             first_id=rows.first_id,
             count=rows.count,
@@ -406,7 +315,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             draw=self.draws.number,
             time=rows.time,
             checksum=payload.crc,
-            priority=self.priorities.largest,
+            priority=state.priorities.largest,
             segments=assignment.segments,
             sources=assignment.sources,
             payload=payload.inline,
@@ -419,8 +328,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             try:
                 sequence = self.append_record(Kind.PUBLISH, *body)
                 if self.durable:
-                    self._checkpointer.sync_record(self.journal)
-                entries = self.episodes.commit(
+                    self._checkpointer.sync_record(state.journal)
+                entries = state.episodes.commit(
                     assignment.segments,
                     assignment.sources,
                     first_id=rows.first_id,
@@ -428,25 +337,28 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                     sequence=sequence,
                     info=rows.info,
                 )
-                self._log.append(entries)
-                self._advance(publish.last_id, count=rows.count)
+                state.log.append(entries)
+                state.commit(last, rows.count, self.geometry.capacity, (self.manifest.generation, sequence))
                 if rows.key is not None:
                     self._note_key(rows)
-                self.content = (self.manifest.generation, sequence)
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                 raise
-        self._shared.publish(publish.last_id, sequence, drained=payload.in_columns)
+        self._shared.publish(last, sequence, drained=payload.in_columns)
         self._keeper.note()
         if rows.count > self.geometry.spare:
             self.sync()  # it has cost rows that were on the disk
+
+    def _note_content(self, sequence: int) -> None:
+        """Keep the LSN of a record that says something of rows."""
+        self._state.note_content((self.manifest.generation, sequence))
 
     def _annotate(self, entry: LogEntry) -> None:
         sequence = self.append_record(Kind.ANNOTATE, entry.pack())
         if self.durable:
             self._checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.annotate(entry, sequence))
-        self.content = (self.manifest.generation, sequence)
+        self._note_content(sequence)
         self._shared.note_record(sequence)
         self._keeper.note()
 
@@ -456,7 +368,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         if self.durable:
             self._checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.apply(change, sequence))
-        self.content = (self.manifest.generation, sequence)
+        self._note_content(sequence)
         self._shared.note_record(sequence)
         self._keeper.note()
 
@@ -484,7 +396,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         with self.episode_lock:
             sequence = self.append_record(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
-            self.content = (self.manifest.generation, sequence)
+            self._note_content(sequence)
         self._shared.retire(self.retired)
         self.sync()
 
@@ -494,7 +406,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             sequence = self.append_record(Kind.DELETE, b'{"last": %d}' % last)
             self._log.append(self.episodes.end_episodes(sequence))
             super()._forget(last)
-            self.content = (self.manifest.generation, sequence)
+            self._note_content(sequence)
         self._shared.clear(last)
         self.sync()
 
@@ -530,13 +442,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         slots = self.geometry.slots
         newer = min(self.last - max(self._checkpointer.covered, self.retired), slots or self.last)
         runs = self.geometry.runs(self.last - newer + 1, newer) if newer > 0 else []
-        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._left())
-
-    def _left(self) -> tuple[int, Gaps]:
-        """Return which rows have left for good: all up to an id, and some above it."""
-        if self.geometry.slots is None:
-            return self._window.low, self._window.gaps
-        return max(self.retired, self.last - self.geometry.slots), NO_GAPS
+        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._state.left(slots))
 
     def log_length(self) -> int:
         """Return how many bytes of episodes.log count."""
@@ -560,7 +466,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         with self.episode_lock:
             if not self._health.needs_recovery and self.journal.length > tuning.CLOSED_JOURNAL_BYTES:
                 with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
-                    self.journal.start_segment(self._base(opening=False))
+                    self.journal.start_segment(self._base())
         self.sync()
 
     def note_interruption(self) -> None:
@@ -635,23 +541,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                 if self._health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
-                    with self.changing():
-                        self._open_anew(first=False)
+                    with self.changing(), self._health.guarding():
+                        self._open(first=False)
                     self._health.needs_recovery = False
-
-    def _open_anew(self, *, first: bool) -> None:
-        """Open what is on the disk now; if that fails, what was open stays so, and can be read."""
-        former = vars(self).copy()
-        try:
-            with self._health.guarding():
-                self._open(first=first)
-        except BaseException:
-            _close(vars(self), but=former)
-            vars(self).update(former)
-            raise
-        if not first:
-            self.priorities.largest = former["priorities"].largest  # the journal may not have it yet
-        _close(former, but=vars(self))
 
     def close(self) -> None:
         """Sync, note that all is well, and let others open the store."""
@@ -708,7 +600,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         """Close all files, as many as were opened, and let others write."""
         unregister(self)
         with self.sampled_lock:  # descriptors are not for somebody else's files while counts are written
-            _close(vars(self), but={})
+            self._state.close()
+            if "_shared" in vars(self):  # not if STATE could not be opened
+                self._shared.close()
         self._lock_file.release()
         with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
             self._pool.shutdown()
@@ -737,26 +631,3 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     @abstractmethod
     def _begin(self) -> None:
         """Set up what belongs to columns, before anything is opened."""
-
-    @abstractmethod
-    def _open_columns(self) -> None:
-        """Open the columns, if there are fields yet."""
-
-    @abstractmethod
-    def _adopt_priorities(self, past: Past, *, whole: bool) -> None:
-        """Load priorities; unless `whole`, those of rows after the mark come from their records."""
-
-    @abstractmethod
-    def _settle_columns(self, past: Past) -> tuple[set[File], set[Path]]:
-        """Write rows after the mark again; return the files and folders to be synced."""
-
-
-#: What a storage has open, under these names.
-_PARTS = ("journal", "_log", "write_keys", "columns", "checksums", "sampled", "_shared")
-
-
-def _close(held: Mapping[str, Any], *, but: Mapping[str, Any]) -> None:
-    for name in _PARTS:
-        part = held.get(name)
-        if part is not None and part is not but.get(name):
-            part.close()

@@ -10,17 +10,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from expstore.core.draw_state import to_json
+from expstore.core.draw_state import DrawState, to_json
 from expstore.core.values import Array, Window
 from expstore.episodes.fragments import clip
+from expstore.episodes.table import EpisodeTable
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.base import Storage
 from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.folder import FolderStorage
 from expstore.storages.format.manifest import Manifest
@@ -91,19 +93,47 @@ class Frozen:
         return max(0, len(self.fields) - (2 if self.counted else 1))
 
 
-def base_of(storage: Storage) -> dict[str, Any]:
-    """Return what a journal's base record keeps of a storage's present state."""
+class Recorded(Protocol):
+    """What a base record keeps of rows: `Storage` and `RowState` have it."""
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """The position of the newest record that says something of rows."""
+
+    @property
+    def last(self) -> int:
+        """The newest id."""
+
+    @property
+    def retired(self) -> int:
+        """The newest id that left otherwise than by age."""
+
+    @property
+    def priorities(self) -> Priorities:
+        """Their priorities."""
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+
+    @property
+    def episodes(self) -> EpisodeTable:
+        """Their episodes."""
+
+
+def base_of(rows: Recorded, draws: DrawState) -> dict[str, Any]:
+    """Return what a journal's base record keeps of rows and draws as they are now."""
     return {
-        "content": storage.content,
-        "last": storage.last,
-        "retired": storage.retired,
-        "draw": storage.draws.number,
-        "progress": storage.draws.progress,
-        "limits": storage.draws.limits,
-        "randomness": to_json(storage.draws.note_randomness()),
-        "max_priority": storage.priorities.largest,
-        "write_count": storage.write_count,
-        "episodes": storage.episodes.to_base(),
+        "content": rows.content,
+        "last": rows.last,
+        "retired": rows.retired,
+        "draw": draws.number,
+        "progress": draws.progress,
+        "limits": draws.limits,
+        "randomness": to_json(draws.note_randomness()),
+        "max_priority": rows.priorities.largest,
+        "write_count": rows.write_count,
+        "episodes": rows.episodes.to_base(),
     }
 
 
@@ -172,7 +202,7 @@ def _freeze(storage: Storage) -> Frozen:
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
-        base=base_of(storage),
+        base=base_of(storage, storage.draws),
         window=window,
         pieces=pieces,
         columns=columns,

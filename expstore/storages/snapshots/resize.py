@@ -80,7 +80,9 @@ class _Own:
     @classmethod
     def of(cls, storage: FolderStorage) -> _Own:
         """Return what it holds now."""
-        return cls(storage, manifest_of(storage), base_of(storage), list(storage.log_entries()))
+        return cls(
+            storage, manifest_of(storage), base_of(storage, storage.draws), list(storage.log_entries())
+        )
 
     @property
     def name(self) -> str:

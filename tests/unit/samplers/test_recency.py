@@ -24,7 +24,7 @@ class Readable(MemoryStorage):
 
     def __init__(self, low: int, last: int, gaps: Runs = ()) -> None:
         super().__init__()
-        self._window = Window(low, last, Gaps.of(gaps))
+        self._state.window = Window(low, last, Gaps.of(gaps))
 
 
 def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:

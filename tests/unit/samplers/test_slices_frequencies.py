@@ -111,7 +111,7 @@ def with_gaps(sampler: Any) -> Kept:
         ids = kept.rb.storage.window.ids()[first : first + count]
         gap = int(ids[0]), int(ids[-1])
         storage: Any = kept.rb.storage
-        storage._window = replace(storage.window, gaps=storage.window.gaps.joined(Gaps.of([gap])))
+        storage._state.window = replace(storage.window, gaps=storage.window.gaps.joined(Gaps.of([gap])))
         storage.episodes.give_up(Gaps.of([gap]))
         storage.upheavals += 1
         kept.model.give_up(first, count)

@@ -285,13 +285,13 @@ def test_a_row_is_void_once_its_slot_may_be_written_to(make: Callable[..., Stora
     storage = make(20)
     put(storage, 20)
     assert storage.geometry.slots is not None
-    storage.horizon = 15 + storage.geometry.slots
+    storage._state.reserve(15 + storage.geometry.slots)
     assert storage.intact(np.array([16, 20]))
     assert not storage.intact(np.array([15, 20]))
     assert storage.intact(np.array([], np.int64))
     unbounded = make(None)
     put(unbounded, 3)
-    unbounded.horizon = 10**9
+    unbounded._state.reserve(10**9)
     assert unbounded.intact(np.array([1]))
 
 
@@ -572,9 +572,9 @@ def test_only_who_reads_rows_that_are_kept_back_has_them_written(
         old = window_ids(storage)[:-new]
         check(storage, old)
         check(storage, old[:0])
-        assert storage._tail.count == new
+        assert storage._state.memtable.count == new
     check(storage, np.array([before + 5, before - 3]))
-    assert storage._tail.count == 0
+    assert storage._state.memtable.count == 0
     put(storage, 2)
     check(storage, window_ids(storage))
     storage.close()
@@ -935,7 +935,7 @@ def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
     put(storage, 10)
     journal = storage.journal
     with storage.episode_lock:
-        journal.start_segment(storage._base(opening=False))
+        journal.start_segment(storage._base())
     cutting = threading.Thread(target=storage.sync)
     cutting.start()
     assert index.asked.wait(30)

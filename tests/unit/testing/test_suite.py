@@ -18,7 +18,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
+from expstore.storages.batch import Payload, Rows
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.opening import Opened
 from expstore.testing import StorageSuite
 from expstore.testing.assertions import raises, same
 from expstore.testing.state_machine import machine_of
@@ -48,19 +50,18 @@ class OffByOne(MemoryStorage):
 class Short(MemoryStorage):
     """A full ring has a row less than its capacity."""
 
-    def _advance(self, last: int, *, count: int) -> None:
-        super()._advance(last, count=count)
+    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
+        super()._publish(rows, skipped, payload)
         if self.window.size == self.capacity and self.capacity > 1:
-            self._window = replace(self._window, low=self._window.low + 1)
+            self._state.window = replace(self.window, low=self.window.low + 1)
 
 
 class Torn(ZarrStorage):
     """One field of the newest row is lost when a store is opened again."""
 
-    def _open_columns(self) -> None:
-        super()._open_columns()
-        if self.columns is not None:
-            self.torn = True
+    def _check_opened(self, opened: Opened) -> None:
+        super()._check_opened(opened)
+        self.torn = opened.store.columns is not None
 
     def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         found = super()._take(slots, places)
@@ -73,9 +74,9 @@ class Torn(ZarrStorage):
 class Forgetful(ZarrStorage):
     """Priorities are those of new rows when a store is opened again."""
 
-    def _adopt_priorities(self, past: Any, *, whole: bool) -> None:
-        super()._adopt_priorities(past, whole=whole)
-        self.priorities[:] = 1.0
+    def _check_opened(self, opened: Opened) -> None:
+        super()._check_opened(opened)
+        opened.store.priorities.values[:] = 1.0
 
 
 class Deaf(MemoryStorage):
@@ -97,7 +98,7 @@ class Neighbourly(MemoryStorage):
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         here = ids[self.window.holds(ids)]
-        self.priorities[self.geometry.slot_of(np.abs(ids))] = values
+        self.priorities.values[self.geometry.slot_of(np.abs(ids))] = values
         return int(here.size)
 
 

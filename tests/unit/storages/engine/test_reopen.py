@@ -20,9 +20,8 @@ from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.errors import StorageError
 from expstore.maintenance import verify
-from expstore.storages.engine import store
+from expstore.storages.engine.opening import Opening
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import counted_frames, numbered_rows
 from tests.support.forks import collect_from_child
 
@@ -430,7 +429,7 @@ def test_the_index_is_let_go_of_though_the_last_sync_cuts_the_journal(store_path
     assert verify(store_path) == []
 
 
-STEPS = ["take_over", "_adopt", "_settle", "_claim_state"]
+STEPS = ["_recover_rows", "_load_priorities", "_make_durable", "_claim"]
 
 
 def fail_reopening(
@@ -446,7 +445,7 @@ def fail_reopening(
 
     rb.storage.note_interruption()
     with monkeypatch.context() as patched:
-        patched.setattr(store if step == "take_over" else ZarrStorage, step, fail)
+        patched.setattr(Opening, step, fail)
         for _ in range(2):
             with pytest.raises(StorageError, match="not now"):
                 rb.flush()
@@ -509,7 +508,7 @@ def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
             drawn.clear()
 
         monkeypatch.setattr(DrawState, "next", next_draw)
-        fail_reopening(rb, monkeypatch, "_settle", act)
+        fail_reopening(rb, monkeypatch, "_make_durable", act)
         for thread in threads:
             thread.join(60)
         found.append(rb.sample()["number"].tolist())
@@ -536,7 +535,7 @@ def test_a_load_that_fails_late_leaves_the_next_opening_the_draws_of_the_version
             raise StorageError("not now")
 
         with monkeypatch.context() as patched:
-            patched.setattr(ZarrStorage, "_settle", fail)
+            patched.setattr(Opening, "_make_durable", fail)
             with pytest.raises(StorageError, match="not now"):
                 rb.loads(store_path.parent / "versions")
         rb.flush()

@@ -1,0 +1,547 @@
+"""Open a store for writing: recover what the last writer left, and begin a new generation.
+
+Used when a store is opened, when memory may lag behind the journal, and after a restore. The steps of
+`Opening.run` and their order are the second half of the crash rule (ARCHITECTURE.md); which records count is
+decided in `expstore.storages.recovery.recover`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from expstore.core.draw_state import DrawState
+from expstore.core.lock_order import LockOrder
+from expstore.core.values import IntArray, Window
+from expstore.disk.files import Disk, File
+from expstore.episodes.log import EpisodeLog, LogEntry
+from expstore.episodes.table import EpisodeTable
+from expstore.errors import CorruptionError, StateError, StorageError
+from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.schema import Schema
+from expstore.storages.batch import now_us
+from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
+from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.memtable import Tail
+from expstore.storages.columns.payload import split_payload
+from expstore.storages.columns.priorities import StoredPriorities
+from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
+from expstore.storages.engine.open_store import OpenStore
+from expstore.storages.engine.replaced_rows import ReplacedRows
+from expstore.storages.engine.shared_state import SharedState
+from expstore.storages.format.control_page import PAGE
+from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
+from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, REDO
+from expstore.storages.format.pending_swap import finish_late
+from expstore.storages.format.records import Publish, Redo, fetch_body
+from expstore.storages.format.write_key_file import KEYS, KeyFile
+from expstore.storages.format.zarr_metadata import check_metadata
+from expstore.storages.recovery.recover import (
+    Past,
+    describe_past,
+    lost_records,
+    pending_changes,
+    read_past,
+    retell,
+    unsettled_blocks,
+    verify,
+)
+from expstore.storages.row_state import RowState
+from expstore.storages.snapshots.restore import finish_load
+
+__all__ = ["Opened", "Opening", "explain_full_disk", "make_columns"]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What an opening has found and made.
+
+    Args:
+        store: What is open now.
+        manifest: What expstore.json says now.
+        draws: Where the draws go on.
+        first: Whether nobody has handed out rows of this content in this process.
+        recovered: A line about what was recovered; None: the last writer had closed the store.
+    """
+
+    store: OpenStore
+    manifest: Manifest
+    draws: DrawState
+    first: bool
+    recovered: str | None
+
+
+def make_columns(disk: Disk, path: Path, manifest: Manifest, schema: Schema) -> WritableColumns:
+    """Return the columns of a store, none of whose files are open yet."""
+    return WritableColumns(
+        disk,
+        path / COLUMNS,
+        (*schema.fields, *ROW_FIELDS),
+        manifest.geometry.slots,
+        reach=manifest.geometry.reach,
+        compression=manifest.compression,
+    )
+
+
+class Opening:
+    """One opening of a store for writing.
+
+    It changes nothing that is in use: the storage takes over what `run` returns by one assignment. If `run`
+    fails, all that it has opened is closed again.
+
+    Crashes: the process may die between any two acts; the next opening finds the same rows. What recovery
+    accepts is on the disk before the new segment of the journal says that it is there.
+
+    Args:
+        disk: Where files are touched.
+        path: The store's folder.
+        manifest: What expstore.json says.
+        shared: The control page STATE.
+        order: The storage's locks.
+        pool: Syncs files.
+        segment_bytes: The length of a segment of the journal.
+        counts: Whether to count how often rows are handed out.
+        may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
+        former: The rows as they were before: the session, who joins its episodes and who watches priorities
+            stay.
+        draws: Where the draws go on if the content stays.
+        first: Whether nobody has handed out rows of this content in this process.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        path: Path,
+        manifest: Manifest,
+        *,
+        shared: SharedState,
+        order: LockOrder,
+        pool: ThreadPoolExecutor,
+        segment_bytes: int,
+        counts: bool,
+        may_tidy: bool,
+        former: RowState,
+        draws: DrawState,
+        first: bool,
+    ) -> None:
+        self._disk, self._path, self._manifest = disk, path, manifest
+        self._shared, self._order, self._pool = shared, order, pool
+        self._segment_bytes, self._counts, self._may_tidy = segment_bytes, counts, may_tidy
+        self._former, self._draws, self._first = former, draws, first
+        self._same_boot = False
+
+    def run(self) -> Opened:
+        """Recover the store and open it.
+
+        Raises:
+            CorruptionError: The store is damaged.
+            StorageError: The disk failed; the next opening finds the same.
+        """
+        first = self._complete_swaps() or self._first
+        former = self._manifest
+        self._same_boot = self._shared.fits(former.uuid, former.generation)
+        past = self._read_journal()
+        if past is not None and not past.clean:
+            settle_journal(self._disk, self._path / JOURNAL)
+        with contextlib.ExitStack() as opened:
+            rows = RowState(episodes=self._empty_episodes(past, first=first))
+            priorities = StoredPriorities(self._order, self._former.priorities)
+            checksums, sampled = None, None
+            columns = self._open_columns()
+            if columns is not None:
+                opened.callback(columns.close)
+                checksums = Checksums(self._disk, self._path / CHECKSUMS, columns)
+                opened.callback(checksums.close)
+                sampled = self._open_counts(columns)
+                if sampled is not None:
+                    opened.callback(sampled.close)
+            log = EpisodeLog(self._disk, self._path / LOG, length=past.log_length if past else 0)
+            opened.callback(log.close)
+            cut: list[LogEntry] = []
+            draws = self._draws
+            if past is not None:
+                log.append(self._recover_rows(past, rows, columns))
+                self._drop_index(past)
+                if columns is not None:
+                    self._load_priorities(past, priorities, columns)
+                if sampled is not None:
+                    self._load_counts(past, rows, sampled)
+                priorities.note_largest(past.max_priority)
+                if first or draws.replaced:  # otherwise only memory knows what was handed out
+                    draws = self._stored_draws(past)
+                cut = rows.episodes.end_local(now_us(), past.sequence) if first else []
+                log.append(cut)
+            keys = self._open_keys(past)
+            opened.callback(keys.close)
+            sequence = past.sequence if past else 0
+            manifest = former.replace(generation=former.generation + 1, gaps=rows.window.gaps)
+            if cut:  # the index has not heard of these ends
+                rows.note_content((manifest.generation, sequence + 1))
+            if first:
+                rows.episodes.generation = manifest.generation
+            journal = Journal(
+                self._disk,
+                self._path / JOURNAL,
+                uuid=manifest.uuid,
+                generation=manifest.generation,
+                sequence=sequence,
+                segment_bytes=self._segment_bytes,
+            )
+            opened.callback(journal.close)
+            store = OpenStore(
+                window=rows.window,
+                horizon=rows.horizon,
+                retired=rows.retired,
+                write_count=rows.write_count,
+                episodes=rows.episodes,
+                priorities=priorities,
+                write_keys=keys,
+                sampled=sampled,
+                content=rows.content,
+                index_floor=rows.index_floor,
+                journal=journal,
+                log=log,
+                columns=columns,
+                checksums=checksums,
+                memtable=Tail(self._order),
+                replaced=ReplacedRows(),
+            )
+            self._make_durable(past, store)
+            self._begin_generation(store, manifest, draws)
+            opened.pop_all()
+        recovered = describe_past(past, sum(entry.episode > 0 for entry in cut)) if past else None
+        return Opened(store, manifest, draws, first, recovered)
+
+    # -- what is there ---------------------------------------------------------------------------------
+
+    def _complete_swaps(self) -> bool:
+        """Complete a restore or a change of fields that was left half done; return whether a restore was."""
+        restored = finish_load(self._disk, self._path)
+        if finish_late(self._disk, self._path) or restored:
+            self._manifest = Manifest.load(self._disk, self._path)
+        self._draws.replaced |= restored
+        return restored
+
+    def _read_journal(self) -> Past | None:
+        """Read the journal; None: there is none yet."""
+        folder = self._path / JOURNAL
+        records = read_journal(self._disk, folder)
+        if not records:
+            if self._manifest.schema is not None:
+                raise no_records(self._disk, folder)
+            return None
+        past = read_past(records, self._manifest.gaps)
+        lost = lost_records(self._shared.page, past, fits=self._same_boot)
+        if lost:
+            raise CorruptionError(f"{folder} {lost}")
+        return past
+
+    def _empty_episodes(self, past: Past | None, *, first: bool) -> EpisodeTable:
+        former = self._former.episodes
+        generation = former.generation
+        if first:  # an opening that was killed has raised it without writing anything
+            generation = past.base["generation"] if past else self._manifest.generation
+        table = EpisodeTable(generation=generation, session=former.session.id)
+        if not first:
+            table.joins = former.joins.carried()
+        return table
+
+    def _open_columns(self) -> WritableColumns | None:
+        """Open the columns; None: there are no fields yet."""
+        schema = self._manifest.schema
+        if schema is None:
+            return None
+        columns = make_columns(self._disk, self._path, self._manifest, schema)
+        fields = [column.entry for column in columns.columns]
+        check_metadata(self._disk, columns.folder, fields, [column.rows for column in columns.columns])
+        columns.open_shards()
+        columns.warm()
+        if columns.segments is not None:
+            columns.segments.generation = self._manifest.generation + 1
+        return columns
+
+    def _open_counts(self, columns: WritableColumns) -> SampledColumn | None:
+        """Open the column that counts how often rows were handed out; None: nobody has asked for it."""
+        slots = self._manifest.geometry.slots
+        if not has_sampled(self._disk, columns.folder):
+            if not self._counts:
+                return None
+            SampledColumn.make(self._disk, columns.folder, slots, ready=columns.ready, pool=self._pool)
+        return SampledColumn(self._disk, columns.folder, slots)
+
+    def _open_keys(self, past: Past | None) -> KeyFile:
+        """Open the keys of rows that are there: from the file those a checkpoint covers, or their records."""
+        covered = 0 if past is None else min(past.synced, past.last)
+        keys = KeyFile(
+            self._disk,
+            self._path / KEYS,
+            expected=self._manifest.keyed,
+            covered=covered,
+            known=past.base.get("write_keys", 0) if past else 0,
+            now=now_us(),
+        )
+        for publish in past.publishes if past else []:
+            if publish.key is not None and publish.last_id > covered:
+                keys.note(publish.key, publish.first_id, publish.count, publish.time)
+        return keys
+
+    # -- rows that records have -------------------------------------------------------------------------
+
+    def _recover_rows(self, past: Past, rows: RowState, columns: WritableColumns | None) -> list[LogEntry]:
+        """Bring rows and columns to the state that the records describe.
+
+        Returns:
+            Log entries of what was committed after the checkpoint: episodes.log may have lost them.
+        """
+        manifest, capacity = self._manifest, self._manifest.geometry.capacity
+        verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
+        low = past.window_low(capacity)
+        if columns is not None:
+            for first, count in Window(low, past.last, past.gaps).runs():
+                columns.require_rows(first, count)
+            self._redo(past, columns)
+
+        def numbers(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
+            return None if columns is None else self._read_numbers(columns, first_id, count)
+
+        write_count, entries = retell(past, rows.episodes, low, numbers)
+        rows.recover(past.window(capacity), past.retired, write_count, past.content, past.index_floor)
+        return entries
+
+    def _is_whole(self, publish: Publish, columns: WritableColumns | None, synced: int) -> bool:
+        """Return whether all rows of a record are there; those that the record carries are written again."""
+        if columns is None:
+            return False
+        if publish.payload:
+            self._write_rows(publish, columns, synced)
+            return True
+        written = self._manifest.geometry.runs(*publish.written)
+        if self._same_boot:
+            columns.require(written)  # only the machine can lose a shard whose rows were published
+        # A checksum alone is not enough: older rows in the same slots may have the very same bytes.
+        if columns.lacks(*publish.written) or columns.checksum(*publish.written) != publish.checksum:
+            return False
+        # The shard of their priorities may be lost, which have no checksum: they come from the record then.
+        columns.ensure(max((slot + n for slot, _, n in written), default=0))
+        return True
+
+    def _write_rows(self, publish: Publish, columns: WritableColumns, synced: int) -> None:
+        """Write rows to the columns whose bytes the record carries."""
+        runs = self._manifest.geometry.runs(publish.first_id, publish.count)
+        parts = split_payload(columns, publish.payload, publish.count)
+        # Priorities are written first, times last: where these are there, so are priorities, perhaps newer
+        # ones. Ids alone would not do: after a power cut ids above the last durable row are given again.
+        ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]
+        there = all(
+            slot + n <= columns.ready
+            and (ids.read(slot, n) == np.arange(n) + publish.first_id + offset).all()
+            and (times.read(slot, n) == publish.time).all()
+            for slot, offset, n in runs
+        )
+        priorities = None if there else np.full(publish.count, publish.priority, np.float32)
+        columns.write_parts(runs, parts, priorities, synced=synced)
+
+    def _redo(self, past: Past, columns: WritableColumns) -> None:
+        """Apply changes in place again."""
+        geometry = self._manifest.geometry
+
+        def times(ids: IntArray) -> IntArray:
+            return columns.columns[-2].take(geometry.slot_of(ids))
+
+        known = times if self._same_boot or past.clean else None
+        for redo in pending_changes(past, geometry.slots, self._load_redo, known):
+            for place, values in zip(redo.places, redo.columns, strict=True):
+                columns.columns[place].write_rows(geometry.slot_of(redo.ids), values)
+
+    def _load_redo(self, body: bytes) -> Redo:
+        """Read an update record, from its own file if it was too long for the journal."""
+        schema = self._manifest.schema
+        if schema is None:
+            raise CorruptionError(f"{self._path / JOURNAL} changes rows of a store without fields")
+        return Redo.unpack(fetch_body(self._disk, self._path / REDO, body), schema)
+
+    def _read_numbers(self, columns: WritableColumns, first_id: int, count: int) -> tuple[IntArray, IntArray]:
+        """Read the episodes and steps of a run of rows."""
+        runs = self._manifest.geometry.runs(first_id, count)
+        episodes, steps = (
+            np.concatenate([column.view[slot : slot + n] for slot, _, n in runs])
+            for column in (columns.columns[1 - len(ROW_FIELDS)], columns.columns[2 - len(ROW_FIELDS)])
+        )
+        ids = np.arange(first_id, first_id + count)
+        if ((episodes < 1) & ~self._manifest.gaps.holds(ids)).any():
+            raise CorruptionError(f"{self._path}/columns/_row/episode has rows without an episode")
+        return episodes, steps
+
+    def _drop_index(self, past: Past) -> None:
+        """Remove the index if it may hold what the journal has lost."""
+        if past.cut or not (self._same_boot or past.clean):
+            for name in ("index.duckdb", "index.duckdb.wal"):
+                self._disk.unlink(self._path / name)
+
+    def _load_priorities(self, past: Past, priorities: StoredPriorities, columns: WritableColumns) -> None:
+        """Load the priorities; after a power cut those of rows after the checkpoint are those of records."""
+        slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
+        values = np.ones(slots if slots is not None else max(4096, 2 * past.last), np.float32)
+        column = columns.columns[-1]
+        known = min(values.size, column.ready)
+        values[:known] = column.read(0, known)
+        if not whole:
+            for publish in past.unsynced():
+                for slot, _, n in self._manifest.geometry.runs(*publish.written):
+                    values[slot : slot + n] = publish.priority
+        # After a power cut the whole column is written again: which pages were lost is not known.
+        priorities.load(values, dirty=not whole)
+
+    def _load_counts(self, past: Past, rows: RowState, sampled: SampledColumn) -> None:
+        """Load how often rows were handed out; after a power cut those after the checkpoint begin at 0."""
+        slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
+        newest = past.last if whole else min(past.last, past.synced)
+        if newest > rows.window.low:
+            sampled.require(newest if slots is None else min(newest, slots))
+        before = max(past.synced, rows.window.low)
+        if not whole and past.last > before:  # the very rows that are written again: no others may differ
+            sampled.forget(self._manifest.geometry.runs(before + 1, past.last - before))
+
+    def _stored_draws(self, past: Past) -> DrawState:
+        """Return where the draws were, as the journal and STATE have it."""
+        numbers = past.draw, past.progress, past.limits, past.randomness
+        draws = DrawState(*numbers, order=self._order, sink=self._shared)
+        page = self._shared.page
+        if self._same_boot and page.get("generation") >= past.base["generation"]:
+            # Otherwise it is of what a restore has replaced.
+            draws.number = max(draws.number, page.get("draw"))
+            draws.progress = page.get_progress() or draws.progress
+            draws.limits = page.get("sampled"), page.get("limiter")
+        return draws
+
+    # -- to the disk -------------------------------------------------------------------------------------
+
+    def _make_durable(self, past: Past | None, store: OpenStore) -> None:
+        """Bring what recovery accepted to the disk, before a new segment says that it is there."""
+        columns = store.columns
+        if columns is not None:
+            columns.settle(store.last, store.last if past is None else past.synced)
+        store.log.flush()
+        store.write_keys.flush()
+        if past is not None and not (past.clean and not store.log.dirty and not store.write_keys.unsynced):
+            files, folders = self._rewrite(past, store)
+            files |= {store.log.file, *store.write_keys.unsynced}
+            self._disk.sync_all(files, sorted({self._path, *folders}), self._pool)
+            store.write_keys.completed(tidy=True)
+        if columns is not None and past is not None and not past.clean:
+            columns.synced()
+            columns.completed(tidy=self._may_tidy)
+        if store.checksums is not None:  # a store that had none gets them, little by little
+            store.checksums.note_changed(store.checksums.missing(self._readable_blocks(store)))
+
+    def _rewrite(self, past: Past, store: OpenStore) -> tuple[set[File], set[Path]]:
+        """Write rows after the checkpoint once more; return the files and folders to be synced."""
+        files: set[File] = set()
+        folders: set[Path] = set()
+        columns = store.columns
+        if columns is None or past.clean:
+            return files, folders
+        geometry = self._manifest.geometry
+        if columns.segments is not None:
+            columns.segments.note_left(*store.left(geometry.slots))
+        before = max(past.synced, store.window.low)
+        if store.last > before:
+            newer = geometry.runs(before + 1, store.last - before)
+            columns.rewrite(newer)
+            if store.sampled is not None:
+                store.sampled.rewrite(newer)
+        if store.sampled is not None and store.sampled.owes:
+            store.sampled.settle()
+        columns.touched |= store.priorities.write(columns.columns[-1])
+        files.add(self._sum_unsettled(past, store))
+        files |= columns.begin_opening()
+        folders |= store.take_new_folders()
+        for column in [*columns.columns, *([] if store.sampled is None else [store.sampled.column])]:
+            files.update(column.files)
+            for number in range(len(column.files)):
+                shard = column.shard_path(number)
+                folders.update(p for p in shard.parents if p.is_relative_to(column.folder))
+        return files, folders
+
+    def _sum_unsettled(self, past: Past, store: OpenStore) -> File:
+        """Sum the blocks, as they are now, that the last writer may have changed after its last checkpoint.
+
+        Their entries may be lost, or speak of bytes that are: this is the whole rule for them.
+        """
+        columns, checksums = store.columns, store.checksums
+        if columns is None or checksums is None:
+            raise StateError("the store has no columns yet", hint="extend() it first")
+        geometry = self._manifest.geometry
+        # Shards may be lost that the entries speak of.
+        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in columns.columns if not c.packed])
+        touched = unsettled_blocks(
+            past,
+            slots=geometry.slots,
+            spare=geometry.spare,
+            horizon=self._shared.page.get("horizon") if self._same_boot else None,
+            limit=limit,
+            load=self._load_redo,
+        )
+        readable = self._readable_blocks(store)
+        generation = self._manifest.generation + 1
+        checksums.update(touched & readable, generation=generation, sequence=past.sequence)
+        blocks = {block for block in touched - readable if block * BLOCK_ROWS < limit}
+        checksums.give_up(blocks, generation=generation)
+        return checksums.file
+
+    def _readable_blocks(self, store: OpenStore) -> set[int]:
+        window = store.window
+        if not window.size:
+            return set()
+        return blocks_of(self._manifest.geometry.runs(window.low + 1, window.size))
+
+    def _begin_generation(self, store: OpenStore, manifest: Manifest, draws: DrawState) -> None:
+        """Begin a segment of the journal, on the disk, and remove the former ones; then show it in STATE."""
+        manifest.save(self._disk, self._path)
+        journal = store.journal
+        journal.start_segment(store.base_record(draws, manifest.generation, opening=True))
+        self._disk.sync_all(journal.sync_files(), [], None)
+        self._disk.sync_dir(journal.folder)
+        journal.cut()
+        self._claim(store, manifest, draws)
+
+    def _claim(self, store: OpenStore, manifest: Manifest, draws: DrawState) -> None:
+        """Start the control page anew, when all that an opening does is done."""
+        self._shared.claim(
+            manifest.uuid,
+            generation=manifest.generation,
+            sequence=store.journal.sequence,
+            horizon=store.horizon,
+            retired=store.retired,
+            last=store.last,
+            draws=draws,
+        )
+
+
+@contextlib.contextmanager
+def explain_full_disk(disk: Disk, path: Path, manifest: Manifest) -> Iterator[None]:
+    """Add to the error of a full disk how much space an opening takes."""
+    try:
+        yield
+    except StorageError as exc:
+        if exc.kind == "disk_full":
+            need = _opening_bytes(disk, path, manifest)
+            exc.hint = f"opening the store takes about {need} bytes of free space"
+        raise
+
+
+def _opening_bytes(disk: Disk, path: Path, manifest: Manifest) -> int:
+    """Return about how many bytes an opening takes: expstore.json, a segment, rows after the checkpoint."""
+    need = 4 * PAGE + 2 * disk.size(path / MANIFEST)
+    records = read_journal(disk, path / JOURNAL)
+    past = read_past(records, manifest.gaps) if records else None
+    if past is None or past.clean or manifest.schema is None:
+        return need
+    columns = len(manifest.schema.fields) + len(ROW_FIELDS)
+    return need + sum(len(r.body) for r in past.records[past.settled :]) + 2 * PAGE * columns

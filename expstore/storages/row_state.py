@@ -1,0 +1,123 @@
+"""Which rows a storage has at one moment, and what is known of them beside their bytes.
+
+Used by every storage. It touches no file, and takes no lock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field, replace
+
+from expstore.core.idempotency import WriteKeys
+from expstore.core.values import Window
+from expstore.episodes.table import EpisodeTable
+from expstore.storages.columns.priorities import Priorities
+from expstore.storages.columns.sample_counts import Sampled
+
+__all__ = ["RowState"]
+
+
+def _no_episodes() -> EpisodeTable:
+    return EpisodeTable(session=uuid.uuid4().hex)
+
+
+@dataclass(eq=False, kw_only=True)
+class RowState:
+    """The rows of a storage: which ids can be read, their episodes, priorities, counts and keys.
+
+    A storage has one. Where its content becomes another (a snapshot is restored, a store is opened again, a
+    follower finds another writer) it gets a new one, by one assignment.
+
+    Invariants: `window.last` <= `horizon`; `retired` <= `window.low`.
+
+    Threads: the storage's lock is held by who changes it; window and episodes change together under its lock
+    of the episodes.
+
+    Args:
+        window: The ids that can be read.
+        horizon: The newest id whose slot may have been written to.
+        retired: The newest id that left otherwise than by age.
+        write_count: How many rows were ever written.
+        episodes: Of the rows.
+        priorities: By slot.
+        write_keys: Under which idempotency keys rows were written.
+        sampled: How often each row was handed out; None: nobody has asked for it yet.
+        content: Position of the newest record that says something of rows: generation and LSN.
+        index_floor: An index of SQL that is older than this position must be built anew.
+    """
+
+    window: Window = field(default_factory=lambda: Window(0, 0))
+    horizon: int = 0
+    retired: int = 0
+    write_count: int = 0
+    episodes: EpisodeTable = field(default_factory=_no_episodes)
+    priorities: Priorities = field(default_factory=Priorities)
+    write_keys: WriteKeys = field(default_factory=WriteKeys)
+    sampled: Sampled | None = None
+    content: tuple[int, int] = (0, 0)
+    index_floor: tuple[int, int] = (0, 0)
+
+    @property
+    def last(self) -> int:
+        """The newest id that can be read."""
+        return self.window.last
+
+    def recover(
+        self,
+        window: Window,
+        retired: int,
+        write_count: int,
+        content: tuple[int, int],
+        index_floor: tuple[int, int],
+    ) -> None:
+        """Take over what the journal says of rows; the arguments are those of the class."""
+        self.window, self.horizon, self.retired = window, window.last, retired
+        self.write_count, self.content, self.index_floor = write_count, content, index_floor
+
+    def reserve(self, last: int) -> None:
+        """Note that slots up to the one of id `last` are about to be written."""
+        self.horizon = last
+
+    def commit(self, last: int, count: int, capacity: int | None, position: tuple[int, int]) -> None:
+        """Let rows be read.
+
+        Args:
+            last: The newest id.
+            count: How many of the rows are new.
+            capacity: How many can be read at most; None: any number.
+            position: Generation and LSN of the record that commits them.
+        """
+        low = self.retired if capacity is None else max(self.retired, last - capacity)
+        self.window = Window(min(low, last), last, self.window.gaps)
+        self.write_count += count
+        self.content = position
+
+    def note_replaced(self, count: int) -> None:
+        """Count rows that were written in the places of others."""
+        self.write_count += count
+
+    def retire(self, through: int) -> None:
+        """Give up the rows with ids <= `through`."""
+        self.retired = max(self.retired, through)
+        self.window = replace(self.window, low=max(self.window.low, self.retired))
+
+    def delete(self, window: Window) -> None:
+        """Give up rows inside the window, of which this is left."""
+        self.retired = max(self.retired, window.low)
+        self.window = window
+
+    def forget(self, last: int) -> None:
+        """Give up all rows; the next id is `last` + 1."""
+        self.retired = self.horizon = last
+        self.window = Window(last, last)
+
+    def note_content(self, position: tuple[int, int]) -> None:
+        """Keep the position of the newest record that says something of rows."""
+        self.content = position
+
+    def count_sampled(self, sampled: Sampled) -> None:
+        """Keep from now on how often each row is handed out."""
+        self.sampled = sampled
+
+    def close(self) -> None:
+        """Close what is open; in RAM nothing is."""

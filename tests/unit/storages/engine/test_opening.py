@@ -1,0 +1,81 @@
+"""An opening makes a whole new `OpenStore`, or leaves the one that there is, and no file open."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expstore
+from expstore.errors import StorageError
+from expstore.storages.engine.opening import Opening
+from tests.support.batches import numbered_rows
+
+STEPS = (
+    "_read_journal",
+    "_open_columns",
+    "_open_counts",
+    "_recover_rows",
+    "_load_priorities",
+    "_load_counts",
+    "_open_keys",
+    "_make_durable",
+    "_begin_generation",
+    "_claim",
+)
+
+
+def fail(*given: Any, **keywords: Any) -> Any:
+    raise StorageError("not now")
+
+
+def open_files(store: Path) -> int:
+    """Return how many files of a store this process has open."""
+    links = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
+    targets = [os.readlink(link) for link in links if link.is_symlink()]
+    return sum(target.startswith(str(store)) for target in targets)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("layout", ["flat", "packed"])
+def test_an_opening_that_fails_leaves_what_was_open(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, layout: str
+) -> None:
+    with expstore.open(store_path, layout=layout) as rb:
+        rb.extend(numbered_rows(40))
+        rb.storage.count_sampled()
+        rb.flush()
+        storage = rb.storage
+        former, facts = storage._state, (storage.manifest, storage.draws, storage.schema, storage.takeovers)
+        with monkeypatch.context() as patched:
+            patched.setattr(Opening, step, fail)
+            before = open_files(store_path)
+            for _ in range(3):
+                storage.note_interruption()
+                with pytest.raises(StorageError, match="not now"):
+                    rb.extend(numbered_rows(1))
+            assert open_files(store_path) == before
+        assert storage._state is former
+        assert (storage.manifest, storage.draws, storage.schema, storage.takeovers) == facts
+        rb.extend(numbered_rows(2))
+        assert storage._state is not former
+        assert len(rb) == 42
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_first_opening_that_fails_lets_others_write(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    with expstore.open(store_path) as rb:
+        rb.extend(numbered_rows(40))
+        rb.storage.count_sampled()
+    before = open_files(store_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Opening, step, fail)
+        with pytest.raises(StorageError, match="not now"):
+            expstore.open(store_path)
+    assert open_files(store_path) == before
+    with expstore.open(store_path) as rb:
+        assert len(rb) == 40
