@@ -13,7 +13,7 @@ from expstore.episodes.table import EpisodeTable
 from expstore.maintenance.findings import Inspection
 from expstore.maintenance.rows import ends_of, read_fragments
 from expstore.storages.format.paths import LOG
-from expstore.storages.recovery.recover import retell
+from expstore.storages.recovery.recover import rebuild_episodes
 
 __all__ = ["Restored", "restore_log"]
 
@@ -57,7 +57,7 @@ def _lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry
     if past is None:
         return []
     table = EpisodeTable()
-    _, new = retell(past, table, inspection.window.low, lambda first_id, rows: None)
+    new = rebuild_episodes(past, table, inspection.window.low, lambda first_id, rows: None)
     known = {entry.episode for entry in (*kept, *new, *table.open_entries())}
     sources = {entry.source for entry in (*kept, *new) if not entry.episode}
     base = past.base["episodes"]

@@ -258,7 +258,7 @@ def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
             file.truncate(column.file_bytes)
         if column.entry.key == ("_row", "priority") and (new or cut):
             # Lost ones become the largest, as new rows have it.
-            largest = 1.0 if inspection.past is None else inspection.past.max_priority
+            largest = 1.0 if inspection.past is None else inspection.past.state.max_priority
             file.write(np.full(column.rows, largest, np.float32), 0)
         file.write(shard_footer(column.rows, column.row_bytes), rows_end)
         file.sync()

@@ -23,7 +23,7 @@ from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.paths import INDEX, LOG, index_path
 from expstore.storages.format.records import Publish
-from expstore.storages.recovery.recover import Past, retell
+from expstore.storages.recovery.recover import Past, rebuild_episodes
 
 __all__ = ["check_ids", "check_index", "check_log", "check_rows", "ends_of", "read_fragments"]
 
@@ -126,7 +126,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
         return  # a shard is missing, which has been noted
     last = min(past.synced, inspection.window.last)
     table = EpisodeTable()
-    _, new = retell(past, table, inspection.window.low, lambda first_id, rows: None)
+    new = rebuild_episodes(past, table, inspection.window.low, lambda first_id, rows: None)
     latest = {entry.episode: entry for entry in [*entries, *new, *table.open_entries()]}
     wrong = []
     for episode, end in ends_of(found).items():

@@ -21,7 +21,7 @@ def check_keys(inspection: Inspection) -> None:
         disk.read_whole(path) if disk.exists(path) else None,
         slots=tuning.IDEMPOTENCY_SLOTS,
         kept=tuning.IDEMPOTENCY_KEYS,
-        covered=min(past.synced, past.last),
+        covered=min(past.synced, past.state.last),
         known=past.base.get("write_keys", 0),
     )
     if found.damage:

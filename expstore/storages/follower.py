@@ -38,7 +38,7 @@ from expstore.storages.format.paths import LOCK, LOG
 from expstore.storages.format.writer_probe import Watch
 from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
 from expstore.storages.recovery.recover import describe_past
-from expstore.storages.recovery.tail import Chronicle
+from expstore.storages.recovery.tail import LiveTail
 from expstore.storages.snapshots.restore import refuse_half_loaded
 
 __all__ = ["FollowerStorage", "Origin"]
@@ -159,7 +159,7 @@ class FollowerStorage(FolderStorage):
         path = disk.follow_link(local_path(path))
         self._origin = origin or Origin(path, settings.seed)
         self.own_seed = settings.seed
-        self._chronicle: Chronicle | None = None
+        self._tail: LiveTail | None = None
         self._entries: list[LogEntry] = []
         self._log_length = 0
         self._source = _Source()
@@ -239,20 +239,16 @@ class FollowerStorage(FolderStorage):
             self._take_source(source, found, last)
 
     def _take_source(self, source: _Source, found: Replay | None, last: int) -> None:
-        if self._chronicle is not None:
-            self._chronicle.close()
-            self._chronicle = None
+        if self._tail is not None:
+            self._tail.close()
+            self._tail = None
         if found is not None:
             past = found.past
             self._log_length, self._entries = past.log_length if past else 0, found.entries
-            self._state = dataclasses.replace(
-                self._state, episodes=found.table, write_count=found.write_count
-            )
+            self._state = dataclasses.replace(self._state, episodes=found.table, write_count=0)
             if past is not None:
-                last = past.last
-                self.priorities.note_largest(past.max_priority)
-                window = past.window(self.capacity)
-                self._state.recover(window, past.retired, found.write_count, past.content, past.index_floor)
+                last = past.state.last
+                self._state.recover(past.state, past.window(self.capacity))
                 self.counters.recovered = describe_past(past, 0)
         else:
             self.counters.recovered = None
@@ -313,19 +309,19 @@ class FollowerStorage(FolderStorage):
         if view.last > view.retired:
             self._look_further(view.last)
         with self.episode_lock:
-            told = self._chronicle
-            if told is None or not told.go_on(view.last):
-                self._chronicle = None
-                told = Chronicle(self, view.last, self._episode_rows)
-            self._chronicle = told
+            tail = self._tail
+            if tail is None or not tail.go_on(view.last):
+                self._tail = None
+                tail = LiveTail(self, view.last, self._episode_rows)
+            self._tail = tail
             self._state = dataclasses.replace(
                 self._state,
-                episodes=told.table,
-                write_count=told.write_count,
-                content=told.content,
-                index_floor=told.floor,
+                episodes=tail.table,
+                write_count=tail.state.write_count,
+                content=tail.state.content,
+                index_floor=tail.state.index_floor,
             )
-            self.priorities.note_largest(told.max_priority)
+            self.priorities.note_largest(tail.state.max_priority)
 
     def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         """Return episodes and steps of a run of rows, less those that were overwritten meanwhile."""
@@ -360,10 +356,10 @@ class FollowerStorage(FolderStorage):
     @property
     def query_window(self) -> Window:
         """The ids that SQL sees: those of which episodes are known, too."""
-        view, told = self._watch.look(), self._chronicle
-        if not self._source.live or view is None or told is None:
+        view, tail = self._watch.look(), self._tail
+        if not self._source.live or view is None or tail is None:
             return self._state.window
-        return self._window_of(view, min(view.last, told.last))
+        return self._window_of(view, min(view.last, tail.state.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:
         if last > max(self._known, view.retired):  # ids that were never written are not looked for
@@ -502,8 +498,8 @@ class FollowerStorage(FolderStorage):
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
-        if self._chronicle is not None:
-            yield from self._chronicle.log_entries()
+        if self._tail is not None:
+            yield from self._tail.log_entries()
         else:
             yield from read_log(self.disk, self.path / LOG, self._log_length)
             yield from self._entries
@@ -579,9 +575,9 @@ class FollowerStorage(FolderStorage):
             self._source = _Source()
             self._state = dataclasses.replace(self._state, episodes=EpisodeTable())
             self._watch.close()
-            if self._chronicle is not None:
-                self._chronicle.close()
-                self._chronicle = None
+            if self._tail is not None:
+                self._tail.close()
+                self._tail = None
 
 
 def _priorities(columns: ColumnGroup, overlay: Overlay, slots: int) -> Array:

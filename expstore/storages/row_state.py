@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from expstore.core.idempotency import WriteKeys
 from expstore.core.values import Window
@@ -15,6 +16,30 @@ from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import Sampled
 
 __all__ = ["RowState"]
+
+
+class Recovered(Protocol):
+    """What `RowState` needs of what a journal says."""
+
+    @property
+    def retired(self) -> int:
+        """The newest id that left otherwise than by age."""
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+
+    @property
+    def content(self) -> tuple[int, int]:
+        """The position of the newest record that says something of rows."""
+
+    @property
+    def index_floor(self) -> tuple[int, int]:
+        """The position below which an index must be built anew."""
+
+    @property
+    def max_priority(self) -> float:
+        """The largest priority so far."""
 
 
 def _no_episodes() -> EpisodeTable:
@@ -62,17 +87,11 @@ class RowState:
         """The newest id that can be read."""
         return self.window.last
 
-    def recover(
-        self,
-        window: Window,
-        retired: int,
-        write_count: int,
-        content: tuple[int, int],
-        index_floor: tuple[int, int],
-    ) -> None:
-        """Take over what the journal says of rows; the arguments are those of the class."""
-        self.window, self.horizon, self.retired = window, window.last, retired
-        self.write_count, self.content, self.index_floor = write_count, content, index_floor
+    def recover(self, found: Recovered, window: Window) -> None:
+        """Take over what the journal says of rows, episodes apart; `window` has those that can be read."""
+        self.window, self.horizon, self.retired = window, window.last, found.retired
+        self.write_count, self.content, self.index_floor = found.write_count, found.content, found.index_floor
+        self.priorities.note_largest(found.max_priority)
 
     def reserve(self, last: int) -> None:
         """Note that slots up to the one of id `last` are about to be written."""

@@ -48,7 +48,7 @@ from expstore.storages.recovery.recover import (
     lost_records,
     pending_changes,
     read_past,
-    retell,
+    rebuild_episodes,
     unsettled_blocks,
     verify,
 )
@@ -150,8 +150,8 @@ class Opening:
         if past is not None and not past.clean:
             settle_journal(self._disk, self._path / JOURNAL)
         with contextlib.ExitStack() as opened:
-            rows = RowState(episodes=self._empty_episodes(past, first=first))
             priorities = StoredPriorities(self._order, self._former.priorities)
+            rows = RowState(episodes=self._empty_episodes(past, first=first), priorities=priorities)
             checksums, sampled = None, None
             columns = self._open_columns()
             if columns is not None:
@@ -172,14 +172,13 @@ class Opening:
                     self._load_priorities(past, priorities, columns)
                 if sampled is not None:
                     self._load_counts(past, rows, sampled)
-                priorities.note_largest(past.max_priority)
                 if first or draws.replaced:  # otherwise only memory knows what was handed out
                     draws = self._stored_draws(past)
-                cut = rows.episodes.end_local(now_us(), past.sequence) if first else []
+                cut = rows.episodes.end_local(now_us(), past.state.sequence) if first else []
                 log.append(cut)
             keys = self._open_keys(past)
             opened.callback(keys.close)
-            sequence = past.sequence if past else 0
+            sequence = past.state.sequence if past else 0
             manifest = former.replace(generation=former.generation + 1, gaps=rows.window.gaps)
             if cut:  # the index has not heard of these ends
                 rows.note_content((manifest.generation, sequence + 1))
@@ -277,7 +276,7 @@ class Opening:
 
     def _open_keys(self, past: Past | None) -> KeyFile:
         """Open the keys of rows that are there: from the file those a checkpoint covers, or their records."""
-        covered = 0 if past is None else min(past.synced, past.last)
+        covered = 0 if past is None else min(past.synced, past.state.last)
         keys = KeyFile(
             self._disk,
             self._path / KEYS,
@@ -301,17 +300,17 @@ class Opening:
         """
         manifest, capacity = self._manifest, self._manifest.geometry.capacity
         verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
-        low = past.window_low(capacity)
+        low, last = past.state.window_low(capacity), past.state.last
         if columns is not None:
-            for first, count in Window(low, past.last, past.gaps).runs():
+            for first, count in Window(low, last, past.gaps).runs():
                 columns.require_rows(first, count)
             self._redo(past, columns)
 
         def numbers(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
             return None if columns is None else self._read_numbers(columns, first_id, count)
 
-        write_count, entries = retell(past, rows.episodes, low, numbers)
-        rows.recover(past.window(capacity), past.retired, write_count, past.content, past.index_floor)
+        entries = rebuild_episodes(past, rows.episodes, low, numbers)
+        rows.recover(past.state, past.window(capacity))
         return entries
 
     def _is_whole(self, publish: Publish, columns: WritableColumns | None, synced: int) -> bool:
@@ -387,7 +386,7 @@ class Opening:
     def _load_priorities(self, past: Past, priorities: StoredPriorities, columns: WritableColumns) -> None:
         """Load the priorities; after a power cut those of rows after the checkpoint are those of records."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
-        values = np.ones(slots if slots is not None else max(4096, 2 * past.last), np.float32)
+        values = np.ones(slots if slots is not None else max(4096, 2 * past.state.last), np.float32)
         column = columns.columns[-1]
         known = min(values.size, column.ready)
         values[:known] = column.read(0, known)
@@ -401,16 +400,18 @@ class Opening:
     def _load_counts(self, past: Past, rows: RowState, sampled: SampledColumn) -> None:
         """Load how often rows were handed out; after a power cut those after the checkpoint begin at 0."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
-        newest = past.last if whole else min(past.last, past.synced)
+        last = past.state.last
+        newest = last if whole else min(last, past.synced)
         if newest > rows.window.low:
             sampled.require(newest if slots is None else min(newest, slots))
         before = max(past.synced, rows.window.low)
-        if not whole and past.last > before:  # the very rows that are written again: no others may differ
-            sampled.forget(self._manifest.geometry.runs(before + 1, past.last - before))
+        if not whole and last > before:  # the very rows that are written again: no others may differ
+            sampled.forget(self._manifest.geometry.runs(before + 1, last - before))
 
     def _stored_draws(self, past: Past) -> DrawState:
         """Return where the draws were, as the journal and STATE have it."""
-        numbers = past.draw, past.progress, past.limits, past.randomness
+        state = past.state
+        numbers = state.draw, state.progress, state.limits, state.randomness
         draws = DrawState(*numbers, order=self._order, sink=self._shared)
         page = self._shared.page
         if self._same_boot and page.get("generation") >= past.base["generation"]:
@@ -490,7 +491,7 @@ class Opening:
         )
         readable = self._readable_blocks(store)
         generation = self._manifest.generation + 1
-        checksums.update(touched & readable, generation=generation, sequence=past.sequence)
+        checksums.update(touched & readable, generation=generation, sequence=past.state.sequence)
         blocks = {block for block in touched - readable if block * BLOCK_ROWS < limit}
         checksums.give_up(blocks, generation=generation)
         return checksums.file

@@ -1,1 +1,1 @@
-"""What the journal says, folded."""
+"""What the journal of a store says, and what a crash has left."""

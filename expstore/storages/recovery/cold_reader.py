@@ -24,7 +24,7 @@ from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import no_records, read_journal
 from expstore.storages.format.paths import COLUMNS, JOURNAL
 from expstore.storages.format.records import Publish
-from expstore.storages.recovery.recover import Past, pending_changes, read_past, retell, verify
+from expstore.storages.recovery.recover import Past, pending_changes, read_past, rebuild_episodes, verify
 
 __all__ = ["Replay", "episode_rows", "open_columns", "replay"]
 
@@ -40,7 +40,6 @@ class Replay:
         columns: Opened for reading; None: there are no fields yet.
         overlay: What the columns lack.
         table: Episodes.
-        write_count: Rows ever written.
         entries: Log entries of what came after the mark.
     """
 
@@ -48,7 +47,6 @@ class Replay:
     columns: ColumnGroup | None
     overlay: Overlay
     table: EpisodeTable
-    write_count: int = 0
     entries: list[LogEntry] = field(default_factory=list)
 
 
@@ -96,7 +94,7 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
     verify(past, lambda publish: _whole(publish, found, storage, same_boot), column_set)
     schema = storage.manifest.schema
     if columns is not None:
-        columns.end_at(past.last)
+        columns.end_at(past.state.last)
     if schema is not None and columns is not None:
         stamps, place = columns.columns[-2], len(columns.columns) - 2
 
@@ -113,14 +111,14 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
     if columns is not None and not (same_boot or past.clean):
         for publish in past.unsynced():
             _lay_priorities(publish, found, storage.geometry.runs(*publish.written))
-    low = past.window_low(storage.capacity)
+    low = past.state.window_low(storage.capacity)
 
     def rows(first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
         if columns is None:
             return None
         return episode_rows(columns, found.overlay, storage.geometry.runs(first_id, count))
 
-    found.write_count, found.entries = retell(past, found.table, low, rows)
+    found.entries = rebuild_episodes(past, found.table, low, rows)
     return found
 
 

@@ -1,8 +1,8 @@
-"""What opening a store does with its journal: find the last state that is whole, and take it over.
+"""Which records of a journal count, and what has to be done again after a crash.
 
-Used by the Zarr storage, once per opening. The order (ARCHITECTURE.md, the crash rule): verify what was
-published after the last durable mark, end at the first batch that is not whole, apply changes in place again,
-rebuild episodes. It writes only columns and episodes.log.
+Used by the writer's opening, by readers of a store that nobody writes to, and by verification. The order
+(ARCHITECTURE.md, the crash rule): verify what was committed after the newest durable checkpoint, end at the
+first batch that is not whole, apply changes in place again, rebuild the episodes. It changes no file.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.draw_state import Randomness, from_json
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import Gaps
 from expstore.core.values import IntArray, Window, cut_run
-from expstore.episodes.log import LogEntry, unpack_entry
-from expstore.episodes.sessions import End, Resume
+from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.storages.columns.checksums import BLOCK_ROWS, blocks_of
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.records import Mark, Publish, Redo
+from expstore.storages.recovery.log_state import LogState, apply_to_episodes
 
 if TYPE_CHECKING:
     from expstore.storages.format.control_page import StatePage
@@ -33,88 +32,59 @@ __all__ = [
     "lost_records",
     "pending_changes",
     "read_past",
-    "retell",
-    "rows_written",
-    "tell",
+    "rebuild_episodes",
     "unsettled_blocks",
     "verify",
 ]
 
 
-#: The records that say something of rows or episodes.
-TOLD = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kind.END, Kind.RESUME})
-
-
 @dataclass(slots=True)
 class Past:
-    """Hold what the journal says.
+    """The journal that a writer has left.
 
     Args:
-        base: The first record's content.
+        base: The content of the first record.
         records: Those after it that count.
-        settled: How many of `records` a durable mark covers.
-        sequence: Of the last record that counts.
-        last: Newest published id.
-        retired: Newest id given up.
-        draw: Batches handed out, as far as records say.
-        progress: How far a sampler had come at the newest mark.
-        randomness: The state of the user's generator then.
-        limits: What a rate limiter had counted then.
-        max_priority: The largest priority so far.
-        log_length: Bytes of episodes.log that a mark covers.
-        synced: Newest id that a mark covers.
+        settled: How many of `records` the newest durable checkpoint covers.
+        synced: The newest id that it covers.
+        log_length: How many bytes of episodes.log it covers.
         clean: Whether the writer closed the store.
-        content: Position of the last record that says something of rows.
-        index_floor: The same at the base: an older index must be rebuilt.
-        cut: Batches that were not whole and are dropped.
-        gaps: Rows that were given up, because their bytes were damaged.
+        gaps: Rows that have left, as expstore.json has them.
+        state: What the records say; `verify` makes it.
+        cut: How many batches were not whole, and are dropped.
+        publishes: The commit records among `records`.
     """
 
     base: dict[str, Any]
     records: list[Record]
     settled: int
-    sequence: int
-    last: int
-    retired: int
-    draw: int
-    progress: tuple[int, ...]
-    max_priority: float
-    log_length: int
     synced: int
+    log_length: int
     clean: bool
-    content: tuple[int, int]
-    index_floor: tuple[int, int]
-    randomness: Randomness | None = None
-    limits: tuple[int, int] = (0, 0)
+    gaps: Gaps
+    state: LogState
     cut: int = 0
-    gaps: Gaps = NO_GAPS
     publishes: list[Publish] = field(default_factory=list)
 
     def window(self, capacity: int | None) -> Window:
         """Return the rows that can be read."""
-        low = self.window_low(capacity)
-        # Ids beyond the last one will be given again, to rows that can be read.
-        return Window(low, self.last, self.gaps.between(low, self.last))
+        return self.state.window(capacity, self.gaps)
 
     def unsynced(self) -> Iterator[Publish]:
-        """Yield the records of rows that no mark covers.
+        """Yield the records of rows that no checkpoint covers.
 
         After a power cut such a row has the priority that is given there: its place in the column has no
         checksum that would tell whether it came to the disk.
         """
         return (publish for publish in self.publishes if publish.last_id > self.synced)
 
-    def window_low(self, capacity: int | None) -> int:
-        """Return the newest id that cannot be read any more."""
-        return self.retired if capacity is None else max(self.retired, self.last - capacity)
-
 
 def read_past(records: list[Record], gaps: Gaps) -> Past:
-    """Read the records up to the last durable mark; `verify` judges those after it.
+    """Find the newest durable checkpoint among records; `verify` decides which of those after it count.
 
     Args:
         records: As the journal has them.
-        gaps: Rows that were given up, as expstore.json has them.
+        gaps: Rows that have left, as expstore.json has them.
     """
     base = records[0].json()
     rest = records[1:]
@@ -122,20 +92,11 @@ def read_past(records: list[Record], gaps: Gaps) -> Past:
         base=base,
         records=rest,
         settled=0,
-        sequence=records[0].sequence,
-        last=base["last"],
-        retired=base["retired"],
-        draw=base["draw"],
-        progress=tuple(base["progress"]),
-        max_priority=base["max_priority"],
-        log_length=base["log_length"],
         synced=base["last"],
+        log_length=base["log_length"],
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
-        content=(base["content"][0], base["content"][1]),
-        index_floor=(base["content"][0], base["content"][1]),
-        randomness=from_json(base["randomness"]),
-        limits=(base["limits"][0], base["limits"][1]),
         gaps=gaps,
+        state=LogState.of(records[0]),
     )
     for place, record in enumerate(rest):
         if record.kind is Kind.MARK:
@@ -156,7 +117,7 @@ def lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
         past: What the journal says.
         fits: Whether the page is of this store and this start of the machine.
     """
-    known, last = page.get("sequence"), past.records[-1].sequence if past.records else past.sequence
+    known, last = page.get("sequence"), past.records[-1].sequence if past.records else past.state.sequence
     if fits and page.get("generation") == past.base["generation"] and known > last:
         return f"ends with record {last}, though {known} was written"
     return None
@@ -175,6 +136,7 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
         CorruptionError: A record after the mark speaks of other columns.
     """
     for place, record in enumerate(past.records):
+        publish = None
         if record.kind is Kind.PUBLISH:
             publish = Publish.unpack(record.body)
             if place >= past.settled and column_set not in (None, publish.column_set):
@@ -188,31 +150,13 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
                 past.clean = False
                 return
             past.publishes.append(publish)
-            past.last, past.draw = publish.last_id, max(past.draw, publish.draw)
-            past.max_priority = max(past.max_priority, publish.priority)
-        elif record.kind is Kind.MARK:
-            mark = Mark.unpack(record.body)
-            past.draw = mark.draw if mark.set_back else max(past.draw, mark.draw)
-            past.progress, past.randomness, past.limits = mark.progress, mark.randomness, mark.limits
-            past.max_priority = max(past.max_priority, mark.max_priority)
-        elif record.kind is Kind.REDO:
-            past.max_priority = max(past.max_priority, Redo.replaced(record.body)[1])
-        elif record.kind is Kind.RETIRE:
-            said = record.json()
-            past.retired = max(past.retired, said["through"])
-            if "blocks" in said:  # rows between others have left, of which no delta speaks
-                past.index_floor = (past.base["generation"], record.sequence)
-        elif record.kind is Kind.DELETE:
-            past.retired = past.last = record.json()["last"]
-        past.sequence = record.sequence
-        if record.kind in TOLD:
-            past.content = (past.base["generation"], record.sequence)
+        past.state.apply(record, publish)
 
 
-def retell(
+def rebuild_episodes(
     past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
-) -> tuple[int, list[LogEntry]]:
-    """Tell an empty table of episodes what happened.
+) -> list[LogEntry]:
+    """Let an empty table of episodes follow the records.
 
     Args:
         past: What the journal says, verified.
@@ -221,8 +165,7 @@ def retell(
         rows: Returns episodes and steps of a run of rows: (first id, rows); None if it cannot.
 
     Returns:
-        How many rows were ever written, and the log entries of what was published after the mark:
-        episodes.log may lack them.
+        The log entries of what was committed after the checkpoint: episodes.log may lack them.
     """
     table.load_base(past.base["episodes"])
     base_last = past.base["last"]
@@ -235,41 +178,12 @@ def retell(
         else:
             table.load_rows(ids[kept], found[0][kept], found[1][kept])
     entries: list[LogEntry] = []
-    write_count = int(past.base["write_count"])
     for place, record in enumerate(past.records):
-        _, new = tell(record, table)
-        write_count += rows_written(record)
+        new = apply_to_episodes(record, table)
         if place >= past.settled:
             entries += new
     table.give_up(past.gaps)
-    return write_count, entries
-
-
-def tell(record: Record, table: EpisodeTable) -> tuple[Publish | None, list[LogEntry]]:
-    """Tell a table of episodes what a record says of them.
-
-    Returns:
-        What it publishes, and the log entries that it brings.
-    """
-    if record.kind is Kind.ANNOTATE:
-        return None, table.annotate(unpack_entry(record.body), record.sequence)
-    if record.kind is Kind.DELETE:
-        return None, table.end_episodes(record.sequence)
-    if record.kind is Kind.END:
-        return None, table.apply(End.unpack(record.json()), record.sequence)
-    if record.kind is Kind.RESUME:
-        return None, table.apply(Resume.unpack(record.json()), record.sequence)
-    if record.kind is not Kind.PUBLISH:
-        return None, []
-    publish = Publish.unpack(record.body)
-    return publish, table.commit(
-        publish.segments,
-        publish.sources,
-        first_id=publish.first_id,
-        time=publish.time,
-        sequence=record.sequence,
-        info=publish.info,
-    )
+    return entries
 
 
 def pending_changes(
@@ -291,7 +205,7 @@ def pending_changes(
     for record in past.records[past.settled :]:
         if record.kind is Kind.REDO:
             redo = load(record.body)
-            changes.append(redo.cut(redo.ids > (0 if slots is None else past.last - slots)))
+            changes.append(redo.cut(redo.ids > (0 if slots is None else past.state.last - slots)))
     replaced = [redo for redo in changes if redo.replaces]
     if times is None or not replaced:
         return [redo for redo in changes if redo.ids.size]
@@ -307,13 +221,6 @@ def pending_changes(
         if known.any():
             found.append(redo.cut(known, slice(1, None)))
     return [redo for redo in found if redo.ids.size]
-
-
-def rows_written(record: Record) -> int:
-    """Return how many rows a record brings."""
-    if record.kind is Kind.PUBLISH:
-        return Publish.rows_of(record.body)
-    return Redo.replaced(record.body)[0] if record.kind is Kind.REDO else 0
 
 
 def unsettled_blocks(
@@ -353,12 +260,13 @@ def unsettled_blocks(
 
 
 def _reach(past: Past, slots: int, spare: int, horizon: int | None) -> int:
+    last, retired = past.state.last, past.state.retired
     if horizon is not None:
-        return max(past.last, horizon)
-    reach = max(past.last, past.synced + spare)
-    if past.retired:
+        return max(last, horizon)
+    reach = max(last, past.synced + spare)
+    if retired:
         # Before a batch longer than the spare, rows are retired up to where it will have got.
-        reach = past.synced + slots if past.retired >= past.synced else max(reach, past.retired + slots)
+        reach = past.synced + slots if retired >= past.synced else max(reach, retired + slots)
     return reach
 
 
@@ -366,7 +274,7 @@ def describe_past(past: Past, cut_episodes: int) -> str | None:
     """Return one line about what opening did; None after a clean close."""
     if past.clean:
         return None
-    after = past.last - past.synced
+    after = past.state.last - past.synced
     parts = [f"{max(0, after)} rows since the last sync kept"]
     if past.cut:
         parts.append(f"{past.cut} unfinished writes dropped")

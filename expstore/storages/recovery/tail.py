@@ -1,4 +1,4 @@
-"""The episodes of a store that another process writes to, told from its journal as it grows.
+"""The episodes of a store that another process writes to, read from its journal as it grows.
 
 Used by followers, which need it for SQL and for samplers that look at episodes. It never goes beyond the
 rows that can be read, and writes nothing.
@@ -16,19 +16,20 @@ from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.journal_tail import JournalTail
 from expstore.storages.format.paths import JOURNAL, LOG
-from expstore.storages.format.records import Mark, Publish, Redo
-from expstore.storages.recovery.recover import TOLD, Past, read_past, retell, rows_written, tell, verify
+from expstore.storages.format.records import Mark, Publish
+from expstore.storages.recovery.log_state import apply_to_episodes
+from expstore.storages.recovery.recover import read_past, rebuild_episodes, verify
 
-__all__ = ["Chronicle"]
+__all__ = ["LiveTail"]
 
 #: So many changed episodes that nobody asked for are dropped, to bound memory.
 _MANY = 200_000
 
 
-class Chronicle:
-    """Tell what happened up to an id, and go on from there.
+class LiveTail:
+    """The episodes up to an id that can be read; `go_on` follows the writer.
 
-    Not locked: the storage calls it under its lock.
+    Threads: the storage calls it under its lock.
 
     Args:
         storage: Whose journal it is.
@@ -44,30 +45,26 @@ class Chronicle:
         self, storage: FolderStorage, limit: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
     ) -> None:
         self._disk, self._log_path = storage.disk, storage.path / LOG
-        self._tail = JournalTail(storage.disk, storage.path / JOURNAL)
-        records = self._tail.records
+        self._journal = JournalTail(storage.disk, storage.path / JOURNAL)
+        records = self._journal.records
         if not records:
             raise CorruptionError(f"{storage.path / JOURNAL} has no segment that can be read")
         ready = next((n for n, r in enumerate(records) if n and _last_of(r) > limit), len(records))
         self._waiting = records[ready:]
         past = read_past(records[:ready], storage.manifest.gaps)
         verify(past, lambda publish: True)
-        self.generation = int(past.base["generation"])
-        self.table = EpisodeTable(generation=self.generation)
-        low = past.window_low(storage.capacity)
-        self.write_count, entries = retell(past, self.table, low, rows)
-        #: Log entries that no mark covers yet, with the record that they belong to.
-        self._entries = [(past.sequence, entry) for entry in entries]
-        self._take_numbers(past)
-
-    def _take_numbers(self, past: Past) -> None:
-        self.last, self.retired, self.max_priority = past.last, past.retired, past.max_priority
-        self.content, self.floor = past.content, past.index_floor
+        #: What the records say so far.
+        self.state = past.state
+        #: The episodes of the rows that they commit.
+        self.table = EpisodeTable(generation=self.state.generation)
+        entries = rebuild_episodes(past, self.table, self.state.window_low(storage.capacity), rows)
+        #: Log entries that no checkpoint covers yet, with the record that they belong to.
+        self._entries = [(self.state.sequence, entry) for entry in entries]
         self._log_length = past.log_length
 
     def go_on(self, limit: int) -> bool:
-        """Tell what has happened since, up to id `limit`; say whether it could, else begin anew."""
-        new = self._tail.poll()
+        """Follow the writer up to id `limit`; return whether that was possible: else make another tail."""
+        new = self._journal.poll()
         if new is None or self.table.waiting > _MANY:
             self.close()
             return False
@@ -82,24 +79,14 @@ class Chronicle:
         return True
 
     def _apply(self, record: Record) -> None:
-        publish, entries = tell(record, self.table)
+        publish = Publish.unpack(record.body) if record.kind is Kind.PUBLISH else None
+        entries = apply_to_episodes(record, self.table, publish)
         self._entries += [(record.sequence, entry) for entry in entries]
-        self.write_count += rows_written(record)
-        if publish is not None:
-            self.last = publish.last_id
-            self.max_priority = max(self.max_priority, publish.priority)
-        elif record.kind is Kind.REDO:
-            self.max_priority = max(self.max_priority, Redo.replaced(record.body)[1])
-        elif record.kind is Kind.RETIRE:
-            self.retired = max(self.retired, record.json()["through"])
-        elif record.kind is Kind.DELETE:
-            self.retired = self.last = record.json()["last"]
-        elif record.kind is Kind.MARK:
+        self.state.apply(record, publish)
+        if record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
             self._log_length = mark.log_length
             self._entries = [noted for noted in self._entries if noted[0] > mark.sequence]
-        if record.kind in TOLD:
-            self.content = (self.generation, record.sequence)
 
     def log_entries(self) -> Iterator[LogEntry]:
         """Return everything that was noted about episodes that ended, in order."""
@@ -109,7 +96,7 @@ class Chronicle:
 
     def close(self) -> None:
         """Let go of the journal."""
-        self._tail.close()
+        self._journal.close()
 
 
 def _last_of(record: Record) -> int:

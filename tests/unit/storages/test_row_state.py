@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from expstore.core.id_set import Gaps
@@ -48,9 +50,10 @@ def test_all_rows_leave() -> None:
 
 def test_rows_are_recovered() -> None:
     state = RowState()
-    state.recover(Window(2, 7), 1, 9, (3, 4), (3, 2))
+    found = SimpleNamespace(retired=1, write_count=9, content=(3, 4), index_floor=(3, 2), max_priority=5.0)
+    state.recover(found, Window(2, 7))
     assert (state.window, state.horizon, state.retired, state.write_count) == (Window(2, 7), 7, 1, 9)
-    assert (state.content, state.index_floor) == ((3, 4), (3, 2))
+    assert (state.content, state.index_floor, state.priorities.largest) == ((3, 4), (3, 2), 5.0)
 
 
 def test_two_states_share_nothing() -> None:

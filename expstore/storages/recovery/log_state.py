@@ -1,0 +1,149 @@
+"""What the records of a journal say: a fold over them.
+
+Used by the writer's opening, by readers of a store that nobody writes to, by followers of one that somebody
+does, and by verification: nobody else interprets records. It reads no file and looks at no column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from expstore.core.draw_state import Randomness, from_json
+from expstore.core.id_set import Gaps
+from expstore.core.values import Window
+from expstore.episodes.log import LogEntry, unpack_entry
+from expstore.episodes.sessions import End, Resume
+from expstore.episodes.table import EpisodeTable
+from expstore.storages.format.journal import Kind, Record
+from expstore.storages.format.records import Mark, Publish, Redo
+
+__all__ = ["LogState", "apply_to_episodes"]
+
+#: The records that say something of rows or episodes.
+_OF_ROWS = frozenset({Kind.PUBLISH, Kind.DELETE, Kind.RETIRE, Kind.ANNOTATE, Kind.END, Kind.RESUME})
+
+
+@dataclass(slots=True, kw_only=True)
+class LogState:
+    """The state after some records of a journal.
+
+    Invariant: it follows from the base record and the records that were applied, in their order, alone.
+
+    Args:
+        generation: The number of the opening that wrote the base record.
+        sequence: LSN of the last record that was applied.
+        last: The newest id that was committed.
+        retired: The newest id that left otherwise than by age.
+        draw: How many batches were handed out, as far as records say.
+        progress: How far a sampler had come at the newest checkpoint.
+        max_priority: The largest priority so far.
+        write_count: How many rows were ever written.
+        content: Position of the last record that says something of rows: generation and LSN.
+        index_floor: An index of SQL older than this position must be built anew.
+        randomness: The state of the user's generator at the newest checkpoint.
+        limits: What a rate limiter had counted then.
+    """
+
+    generation: int
+    sequence: int
+    last: int
+    retired: int
+    draw: int
+    progress: tuple[int, ...]
+    max_priority: float
+    write_count: int
+    content: tuple[int, int]
+    index_floor: tuple[int, int]
+    randomness: Randomness | None
+    limits: tuple[int, int]
+
+    @classmethod
+    def of(cls, record: Record) -> LogState:
+        """Return the state that a base record keeps."""
+        base = record.json()
+        position = (base["content"][0], base["content"][1])
+        return cls(
+            generation=base["generation"],
+            sequence=record.sequence,
+            last=base["last"],
+            retired=base["retired"],
+            draw=base["draw"],
+            progress=tuple(base["progress"]),
+            max_priority=base["max_priority"],
+            write_count=int(base["write_count"]),
+            content=position,
+            index_floor=position,
+            randomness=from_json(base["randomness"]),
+            limits=(base["limits"][0], base["limits"][1]),
+        )
+
+    def apply(self, record: Record, publish: Publish | None = None) -> None:
+        """Follow one record.
+
+        Args:
+            record: It follows the last one.
+            publish: What it says, if it is a commit record that was read already.
+        """
+        if record.kind is Kind.PUBLISH:
+            publish = publish or Publish.unpack(record.body)
+            self.last, self.draw = publish.last_id, max(self.draw, publish.draw)
+            self.max_priority = max(self.max_priority, publish.priority)
+            self.write_count += publish.count
+        elif record.kind is Kind.MARK:
+            mark = Mark.unpack(record.body)
+            self.draw = mark.draw if mark.set_back else max(self.draw, mark.draw)
+            self.progress, self.randomness, self.limits = mark.progress, mark.randomness, mark.limits
+            self.max_priority = max(self.max_priority, mark.max_priority)
+        elif record.kind is Kind.REDO:
+            replaced, priority = Redo.replaced(record.body)
+            self.write_count += replaced
+            self.max_priority = max(self.max_priority, priority)
+        elif record.kind is Kind.RETIRE:
+            said = record.json()
+            self.retired = max(self.retired, said["through"])
+            if "blocks" in said:  # rows between others have left, of which no delta speaks
+                self.index_floor = (self.generation, record.sequence)
+        elif record.kind is Kind.DELETE:
+            self.retired = self.last = record.json()["last"]
+        self.sequence = record.sequence
+        if record.kind in _OF_ROWS:
+            self.content = (self.generation, record.sequence)
+
+    def window_low(self, capacity: int | None) -> int:
+        """Return the newest id that cannot be read any more."""
+        return self.retired if capacity is None else max(self.retired, self.last - capacity)
+
+    def window(self, capacity: int | None, gaps: Gaps) -> Window:
+        """Return the rows that can be read, of which `gaps` have left."""
+        low = self.window_low(capacity)
+        # Ids beyond the last one will be given again, to rows that can be read.
+        return Window(low, self.last, gaps.between(low, self.last))
+
+
+def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | None = None) -> list[LogEntry]:
+    """Let a table of episodes follow one record; return the log entries that it brings.
+
+    Args:
+        record: It follows the last one.
+        table: Has followed the records before.
+        publish: What the record says, if it is a commit record that was read already.
+    """
+    if record.kind is Kind.ANNOTATE:
+        return table.annotate(unpack_entry(record.body), record.sequence)
+    if record.kind is Kind.DELETE:
+        return table.end_episodes(record.sequence)
+    if record.kind is Kind.END:
+        return table.apply(End.unpack(record.json()), record.sequence)
+    if record.kind is Kind.RESUME:
+        return table.apply(Resume.unpack(record.json()), record.sequence)
+    if record.kind is not Kind.PUBLISH:
+        return []
+    publish = publish or Publish.unpack(record.body)
+    return table.commit(
+        publish.segments,
+        publish.sources,
+        first_id=publish.first_id,
+        time=publish.time,
+        sequence=record.sequence,
+        info=publish.info,
+    )
