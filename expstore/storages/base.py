@@ -176,7 +176,7 @@ class Storage(Described, Indexed, Stateful, ABC):
 
     @property
     def sampled(self) -> Sampled | None:
-        """How often each row was handed out; None: nobody has asked for it yet."""
+        """How often each row was handed out; None: it is not counted."""
         return self._state.sampled
 
     @property

@@ -1,4 +1,4 @@
-"""A store that somebody else writes to, or nobody: read, never changed.
+"""A store that is only read, with or without a writer in another process.
 
 The storage behind `expstore.open(mode="r")`. It works from expstore.json, STATE, the journal, the columns
 and episodes.log; it takes no lock and writes nothing, so any number may follow one store.
@@ -66,7 +66,7 @@ class _Source:
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
 
     def holds(self, view: StateView | None) -> bool:
-        """Say whether STATE is still as it was when this was put together."""
+        """Return whether STATE is still as it was when this was put together."""
         if view is None or self.seen is None:
             return view is self.seen
         return view[: len(self.seen)] == self.seen
@@ -512,7 +512,7 @@ class FollowerStorage(FolderStorage):
 
     @property
     def owner(self) -> Owner | None:
-        """Who writes to the store; None: nobody does."""
+        """The process that writes to the store; None: there is none."""
         return read_owner(self.disk, self.path / LOCK) if self._source.live else None
 
     # -- what only a writer does -----------------------------------------------------------------
@@ -523,7 +523,7 @@ class FollowerStorage(FolderStorage):
         return False
 
     def check_writable(self) -> NoReturn:
-        """Raise StateError: nobody writes here."""
+        """Raise StateError: a follower only reads."""
         super().check_writable()
         raise StateError(
             f"{self.path} {self._origin.reason}",
@@ -555,7 +555,7 @@ class FollowerStorage(FolderStorage):
     # -- life ------------------------------------------------------------------------------------
 
     def more_stats(self) -> dict[str, Any]:
-        """Return path and generation, whether somebody writes, and which files are damaged."""
+        """Return path and generation, whether there is a writer, and which files are damaged."""
         return {
             "path": str(self.path),
             "generation": self.manifest.generation,

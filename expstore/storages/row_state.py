@@ -1,4 +1,4 @@
-"""Which rows a storage has at one moment, and what is known of them beside their bytes.
+"""Which rows a storage has at one moment, and all that is known of them but their values.
 
 Used by every storage. It touches no file, and takes no lock.
 """
@@ -66,7 +66,7 @@ class RowState:
         episodes: Of the rows.
         priorities: By slot.
         write_keys: Under which idempotency keys rows were written.
-        sampled: How often each row was handed out; None: nobody has asked for it yet.
+        sampled: How often each row was handed out; None: it is not counted.
         content: Position of the newest record that says something of rows: generation and LSN.
         index_floor: An index of SQL that is older than this position must be built anew.
     """

@@ -37,8 +37,8 @@ class _Part(Protocol):
 class OpenStore(RowState):
     """The rows of a store that is open for writing, and the files that they are in.
 
-    Invariant: all of it is of one opening. An opening that fails makes none, and the storage goes on with the
-    one that it has; no attribute is ever taken back by itself.
+    Invariant: all of it is of one opening. An opening that fails makes none, and the storage keeps the one
+    that it has; no attribute is ever taken back by itself.
 
     Crashes: what is in memory alone is in the journal, too.
 

@@ -65,8 +65,8 @@ class Opened:
     Args:
         store: What is open now.
         manifest: What expstore.json says now.
-        draws: Where the draws go on.
-        first: Whether nobody has handed out rows of this content in this process.
+        draws: The next draw.
+        first: Whether this process has handed out no rows of this content.
         recovered: A line about what was recovered; None: the last writer had closed the store.
     """
 
@@ -110,8 +110,8 @@ class Opening:
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
         former: The rows as they were before: the session, who joins its episodes and who watches priorities
             stay.
-        draws: Where the draws go on if the content stays.
-        first: Whether nobody has handed out rows of this content in this process.
+        draws: The next draw, if the content stays.
+        first: Whether this process has handed out no rows of this content.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class Opening:
         return columns
 
     def _open_counts(self, columns: WritableColumns) -> SampledColumn | None:
-        """Open the column that counts how often rows were handed out; None: nobody has asked for it."""
+        """Open the column that counts how often rows were handed out; None: they are not counted."""
         slots = self._manifest.geometry.slots
         if not has_sampled(self._disk, columns.folder):
             if not self._counts:

@@ -197,7 +197,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     @property
     def sampled(self) -> SampledColumn | None:
-        """How often each row was handed out; None: nobody has asked for it yet."""
+        """How often each row was handed out; None: it is not counted."""
         return self._state.sampled
 
     @property

@@ -61,7 +61,7 @@ def open_columns(storage: FolderStorage) -> ColumnGroup | None:
 
 
 def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
-    """Follow the journal of a store that nobody writes to.
+    """Read the journal of a store without a writer.
 
     Args:
         storage: Whose folder and settings count; it is not changed.
@@ -137,7 +137,7 @@ def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: b
         if not columns.lacks(*publish.written) and columns.checksum(*publish.written) == publish.checksum:
             return True
     except CorruptionError:
-        if same_boot:  # whoever touches the file will be told
+        if same_boot:  # a read of the file raises the error
             return True
     if publish.payload:
         _lay_over(publish, found, pieces)

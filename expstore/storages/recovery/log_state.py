@@ -1,7 +1,7 @@
 """What the records of a journal say: a fold over them.
 
-Used by the writer's opening, by readers of a store that nobody writes to, by followers of one that somebody
-does, and by verification: nobody else interprets records. It reads no file and looks at no column.
+The only interpreter of records. Used by the writer's opening, by readers of a store without a writer, by
+followers of one with a writer, and by verification. It reads no file and looks at no column.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which records of a journal count, and what has to be done again after a crash.
 
-Used by the writer's opening, by readers of a store that nobody writes to, and by verification. The order
+Used by the writer's opening, by readers of a store without a writer, and by verification. The order
 (ARCHITECTURE.md, the crash rule): verify what was committed after the newest durable checkpoint, end at the
 first batch that is not whole, apply changes in place again, rebuild the episodes. It changes no file.
 """

@@ -22,7 +22,7 @@ from expstore.storages.recovery.recover import read_past, rebuild_episodes, veri
 
 __all__ = ["LiveTail"]
 
-#: So many changed episodes that nobody asked for are dropped, to bound memory.
+#: More changed episodes than this, which no query has read, are dropped to bound memory.
 _MANY = 200_000
 
 
@@ -95,7 +95,7 @@ class LiveTail:
             yield entry
 
     def close(self) -> None:
-        """Let go of the journal."""
+        """Close the journal."""
         self._journal.close()
 
 
