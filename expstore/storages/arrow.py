@@ -128,7 +128,7 @@ class ArrowStorage(ZarrStorage):
         group = self.columns
         if group is not None and group.segments is not None:
             size = sum(int(rows.columns[place].nbytes) for place in group.segment_places)
-            self._space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
+            self.engine.space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
             self._pace(group.segments.unsynced_bytes + size)
         super().write(rows)
 
@@ -140,7 +140,7 @@ class ArrowStorage(ZarrStorage):
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
         elif 2 * size > UNSYNCED_BYTES:
-            self._keeper.hurry()
+            self.engine.background.hurry()
 
 
 def _no_ranking(schema: Schema) -> SchemaError:

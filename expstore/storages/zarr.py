@@ -77,18 +77,18 @@ class ZarrStorage(ArchivingStorage):
         group = self.columns
         if group is None:
             return
-        with self._health.guarding():
+        with self.engine.health.guarding():
             SampledColumn.make(
-                self.disk, group.folder, self.geometry.slots, ready=group.ready, pool=self._pool
+                self.disk, group.folder, self.geometry.slots, ready=group.ready, pool=self.engine.pool
             )
             self._state.count_sampled(SampledColumn(self.disk, group.folder, self.geometry.slots))
 
     def note_sampled(self) -> None:
         """Be told that rows were counted as handed out: they are synced before long."""
-        self._keeper.note()
+        self.engine.background.note()
 
     def _create(self, schema: Schema, keys: Keys) -> None:
-        pool, folder = self._pool, self.path / COLUMNS
+        pool, folder = self.engine.pool, self.path / COLUMNS
         fields = (*schema.fields, *ROW_FIELDS)
         slots = self.geometry.slots
         attributes = {"expstore": {"capacity": self.capacity, "slots": slots}}
@@ -108,7 +108,7 @@ class ZarrStorage(ArchivingStorage):
         manifest.save(self.disk, self.path)
         self.manifest = manifest
         self._state.replace_columns(columns)
-        self._shared.note_layout()
+        self.engine.shared.note_layout()
         size = 4096 if slots is None else slots
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
@@ -156,7 +156,7 @@ class ZarrStorage(ArchivingStorage):
         ):
             return b"".join(payload_parts(group, arrays, numbers))
         runs = self.geometry.runs(rows.first_id + rows.count - count, count)
-        self._checkpointer.sync_rows(
+        self.engine.checkpointer.sync_rows(
             lambda: (group.files_of(runs) | group.packed_files, self._state.take_new_folders())
         )
         return b""
@@ -175,7 +175,7 @@ class ZarrStorage(ArchivingStorage):
         """Write rows that were kept back to the columns."""
         state = self._state
         tail, columns = state.memtable, state.columns
-        if not tail.count or columns is None or not self._lock_file.held:
+        if not tail.count or columns is None or not self.engine.lock_file.held:
             return  # a forked child must not write: the parent may have given their slots to other rows
         try:
             with tail.lock, state.priorities.lock:
@@ -185,10 +185,10 @@ class ZarrStorage(ArchivingStorage):
                     priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
                     tail.write(columns, pieces, priorities)
                     # Before others see an empty tail: they write newer rows then, and set this further.
-                    self._shared.drain(tail.first_id + tail.count - 1)
+                    self.engine.shared.drain(tail.first_id + tail.count - 1)
                     tail.drop()
         except StorageError as exc:
-            self._health.note_failure(exc)  # a new shard of a store that grows is synced at once
+            self.engine.health.note_failure(exc)  # a new shard of a store that grows is synced at once
             if columns.packed or columns.segments is not None:
                 self.note_interruption()  # how far they have come only the files can say
             raise
@@ -199,9 +199,9 @@ class ZarrStorage(ArchivingStorage):
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
         if self.checksums is None:
             return None
-        with self._checkpointer.lock, self.episode_lock:
+        with self.engine.checkpointer.lock, self.episode_lock:
             entries = self.checksums.entries()
-            covered = self._checkpointer.covered
+            covered = self.engine.checkpointer.covered
             newer = self.last - covered
             changed = self.checksums.changed | blocks_of(
                 self.geometry.runs(covered + 1, newer) if newer else []
@@ -232,7 +232,7 @@ class ZarrStorage(ArchivingStorage):
                 self.columns.touched |= touched
 
     def _note_priorities(self) -> None:
-        self._keeper.note()
+        self.engine.background.note()
 
     def _take_content(self, content: ContentLike) -> None:
         """Put a content in the place of what there is.
@@ -276,11 +276,11 @@ class ZarrStorage(ArchivingStorage):
             ready = 0 if self.columns is None or not in_use else self.columns.ready
             build_load(self, self.path, arrival, sequence=self.journal.sequence, ready=ready)
             recovered = self.counters.recovered
-            with self._checkpointer.lock, self.sampled_lock:
+            with self.engine.checkpointer.lock, self.sampled_lock:
                 try:
                     with self.changing():
                         commit_load(self.disk, self.path)
-                        with self._health.guarding():
+                        with self.engine.health.guarding():
                             self._open(first=True)
                 except BaseException:
                     self.note_interruption()  # the next opening sees what is there

@@ -32,7 +32,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import ReadingDisk
 from expstore.storages import MemoryStorage
-from expstore.storages.engine import store
+from expstore.storages.engine import parts, store
 from expstore.storages.folder import FolderStorage
 from expstore.testing.model import Row
 from expstore.testing.model_rows import columns_of, make_batch, patch_of
@@ -106,7 +106,7 @@ def _shrink() -> None:
     tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
-    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
     retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
 
 

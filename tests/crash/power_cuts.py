@@ -28,7 +28,7 @@ import expstore
 from expstore import StorageError
 from expstore.core import tuning
 from expstore.storages.columns import column_set
-from expstore.storages.engine import store
+from expstore.storages.engine import parts
 from tests.crash import ledger as facts
 from tests.crash.checks import check_archive, check_info, check_rows, check_versions
 from tests.crash.children import (
@@ -187,7 +187,7 @@ def _record(job: Job, base: Path) -> Taken:
     machine.boot = job.boot
     write_tree(job.tree, base)
     if not job.free:
-        store.Keeper = NoKeeper  # type: ignore[assignment,misc]
+        parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
     stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
     disk = RecordingDisk(*stores, in_turn=not job.free)
     taken = Taken(base, disk.events, None)
@@ -209,7 +209,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     state.max_priorities = [state.max_priority]
     taken.found = state.copy()
     done = 0
-    checkpoint = kept._checkpointer._checkpoint
+    checkpoint = kept.engine.checkpointer._checkpoint
 
     def noted(store: Any) -> Any:
         floor = done
@@ -217,7 +217,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
         disk.say(f"floor {floor}")
         return keep
 
-    kept._checkpointer._checkpoint = noted  # type: ignore[method-assign]
+    kept.engine.checkpointer._checkpoint = noted  # type: ignore[method-assign]
     if job.busy:
         disk.meanwhile = _turns(kept, job.busy)
     disk.say("open")
@@ -234,7 +234,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
     elif job.free:
         with disk.turn:
             taken.events = list(disk.events)
-        kept._keeper.stop()
+        kept.engine.background.stop()
 
 
 def _turns(kept: Any, share: float) -> Callable[[], None]:
@@ -245,7 +245,8 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = any(
-                lock.locked() for lock in (kept._checkpointer.lock, kept.priorities.lock, kept.episode_lock)
+                lock.locked()
+                for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.episode_lock)
             )
             held |= kept.archive is not None and kept.archive.turn.locked()
             if not held and not kept.sampled_lock._is_owned():
@@ -374,7 +375,7 @@ class _History:
 def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
     """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
     machine.boot = boot
-    store.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
     found = []
     for number, state in enumerate(states):
         base = folder / str(number)

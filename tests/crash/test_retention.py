@@ -21,7 +21,7 @@ from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
-from expstore.storages.engine import delete, store
+from expstore.storages.engine import delete, parts
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
@@ -170,7 +170,7 @@ def look(path: Path) -> frozenset[int]:
 def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the power while episodes leave twice; what stays is whole, what left before a sync stays gone."""
     monkeypatch.setattr(machine, "boot", 7)
-    monkeypatch.setattr(store, "Keeper", NoKeeper)
+    monkeypatch.setattr(parts, "Keeper", NoKeeper)
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
     place.mkdir()
     disks.mkdir()
@@ -230,7 +230,7 @@ def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch
 def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
     """Write the record, and give back space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage._checkpointer, "sync_journal", lambda files, folders: None)
+        patch.setattr(storage.engine.checkpointer, "sync_journal", lambda files, folders: None)
         return PART_WITH(storage, going)
 
 

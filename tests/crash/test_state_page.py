@@ -21,7 +21,7 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
 from expstore.samplers import SamplerWithoutReplacement
-from expstore.storages.engine import store
+from expstore.storages.engine import parts
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.follower import FollowerStorage
@@ -41,7 +41,7 @@ WORDS = range(41)
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "Keeper", NoKeeper)
+    monkeypatch.setattr(parts, "Keeper", NoKeeper)
 
 
 def rows(count: int) -> TensorDict:
@@ -137,9 +137,9 @@ def test_a_seal_before_the_close_record_is_found(
 
     def seal_early(self: JournaledStorage) -> None:
         settle(self)
-        self._shared.page.set("heartbeat", 0)
-        self._shared.page.set("sequence", self.journal.sequence + 1)
-        self._shared.page.seal()
+        self.engine.shared.page.set("heartbeat", 0)
+        self.engine.shared.page.set("sequence", self.journal.sequence + 1)
+        self.engine.shared.page.seal()
 
     monkeypatch.setattr(JournaledStorage, "_checkpoint_for_good", seal_early)
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))

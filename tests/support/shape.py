@@ -51,7 +51,7 @@ CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
     "longest own inheritance chain of a storage": 11,
     "public names of a storage": 129,
-    "attributes of an open store's object": 45,
+    "attributes of an open store's object": 39,
     "attributes of a base class written by a class in another file": 66,
     "parameters of expstore.open": 34,
     "parameters of the widest sampler": 24,

@@ -58,18 +58,18 @@ class ReshapableStorage(PackableStorage):
                 schema = self.require_schema().grown(coming.entry, coming.default)
                 refuse_objects(schema)
                 plan = self._plan("add", coming.entry.key, self.require_schema())
-                with self._health.guarding():
+                with self.engine.health.guarding():
                     building = _Building(self, plan, coming.entry)
             with contextlib.closing(building):
                 filler = Filler(self, coming, building)
-                with self._health.guarding():
+                with self.engine.health.guarding():
                     filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
                 with self.lock:
                     self.check_writable()
                     if self.require_schema() is not building.schema:
                         raise StateError("the store has other fields by now", hint="add the field again")
-                    with self._health.guarding():
+                    with self.engine.health.guarding():
                         building.reach()
                         filler.finish()
                     with self._one_act():
@@ -140,7 +140,7 @@ class ReshapableStorage(PackableStorage):
             yield
         except BaseException:
             with contextlib.suppress(StorageError):
-                if self._lock_file.held:
+                if self.engine.lock_file.held:
                     self.disk.remove_tree(self.path / ASIDE)
             raise
 
@@ -152,10 +152,10 @@ class ReshapableStorage(PackableStorage):
         """
         self.settle_changes()
         self.sync()
-        checkpointer = self._checkpointer
-        with checkpointer.lock, self._health.guarding():
+        checkpointer = self.engine.checkpointer
+        with checkpointer.lock, self.engine.health.guarding():
             behind = checkpointer.is_pinned or self.last > checkpointer.covered
-            if self._health.needs_recovery or behind:
+            if self.engine.health.needs_recovery or behind:
                 raise StateError(f"{self.path} could not be brought to the disk", hint="try again")
             try:
                 yield
@@ -172,7 +172,7 @@ class ReshapableStorage(PackableStorage):
         with self.episode_lock, self._other_fields(schema):
             self.manifest, self.specs = manifest, manifest.specs
             self._state.replace_columns(reshaped)
-            self._shared.note_layout()
+            self.engine.shared.note_layout()
         finish_late(self.disk, self.path)
         checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
         self._state.replace_checksums(checksums)

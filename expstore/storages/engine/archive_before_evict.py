@@ -121,7 +121,7 @@ class ArchivingStorage(RetainingStorage):
         """Sync, bring what has left to the archive, note that all is well, and let others open the store."""
         if not self._closed and self.archive is not None:
             with self.lock:
-                self._keeper.stop()
+                self.engine.background.stop()
                 try:
                     if self.can_write:
                         self.sync()
@@ -158,7 +158,7 @@ class ArchivingStorage(RetainingStorage):
         if archive is None or self.schema is None or archive.storage.closed:
             return
         with archive.turn:
-            through = min(self._state.window.low, self._checkpointer.covered)
+            through = min(self._state.window.low, self.engine.checkpointer.covered)
             if through > archive.through:
                 self._copy(archive, through)
             before = self.episodes.next_episode
@@ -263,7 +263,7 @@ class ArchivingStorage(RetainingStorage):
                     archive.append(left, self.keys, self.require_schema(), _none, sure=False)
                 archive.settle()
             super().write(rows)
-            if self._checkpointer.covered < self.last:
+            if self.engine.checkpointer.covered < self.last:
                 # Else the power may take the batch back when the archive knows no more that it came early.
                 self.sync()
             with archive.turn:
@@ -300,7 +300,11 @@ class ArchivingStorage(RetainingStorage):
             if through > archive.settled:
                 self._copy(
                     archive,
-                    max(through, min(self._state.window.low, self._checkpointer.covered), archive.through),
+                    max(
+                        through,
+                        min(self._state.window.low, self.engine.checkpointer.covered),
+                        archive.through,
+                    ),
                 )
                 archive.settle()
         self.counters.waits += 1

@@ -16,31 +16,43 @@ from typing import Protocol
 from expstore.core import tuning
 from expstore.errors import ExpStoreError
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Settled"]
 
 #: So often at least other processes are shown that this one lives.
 BEAT_SECONDS = 0.25
 
 
-class _Kept(Protocol):
-    def flush_priorities(self) -> None: ...
+class Settled(Protocol):
+    """What `Keeper` needs of a storage."""
 
-    def sync(self) -> None: ...
+    def flush_priorities(self) -> None:
+        """Write priorities that have changed, and rows that the columns lack."""
 
-    def beat(self) -> None: ...
+    def sync(self) -> None:
+        """Run a checkpoint."""
 
-    def archive_left(self) -> None: ...
+    def beat(self) -> None:
+        """Show other processes that this one is alive."""
+
+    def archive_left(self) -> None:
+        """Bring rows that have left to the archive."""
 
 
 class Keeper:
     """Sync a storage a while after it was written to."""
 
-    def __init__(self, storage: _Kept) -> None:
+    def __init__(self, storage: Settled) -> None:
         self._storage = weakref.ref(storage)
         self._awake = threading.Event()
         self._hurry = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="expstore-keeper", daemon=True)
+        #: Whether it was started.
+        self.running = False
+
+    def start(self) -> None:
+        """Start the thread: the storage is open."""
+        self.running = True
         self._thread.start()
 
     def note(self) -> None:
@@ -79,7 +91,7 @@ class Keeper:
             if not self._stopped:
                 self._act(_settle)
 
-    def _act(self, act: Callable[[_Kept], None]) -> None:
+    def _act(self, act: Callable[[Settled], None]) -> None:
         storage = self._storage()
         if storage is None:
             self._stopped = True
@@ -89,11 +101,11 @@ class Keeper:
             act(storage)
 
 
-def _settle(storage: _Kept) -> None:
+def _settle(storage: Settled) -> None:
     storage.sync()
     storage.archive_left()
 
 
-def _tend(storage: _Kept) -> None:
+def _tend(storage: Settled) -> None:
     storage.beat()
     storage.flush_priorities()

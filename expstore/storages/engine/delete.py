@@ -127,7 +127,7 @@ class RetainingStorage(ReshapableStorage):
         """Give up rows of a store that grows, for good; see `give_up`."""
         with self.lock:
             self.check_writable()
-            if self.last > self._checkpointer.covered:
+            if self.last > self.engine.checkpointer.covered:
                 self.sync()  # else a power cut could have these ids given again
             dead, pages, pin = self._part_with(going)
             files: set[File] = set()
@@ -135,8 +135,8 @@ class RetainingStorage(ReshapableStorage):
                 files = self._empty(dead, pages)
             finally:
                 self._note_emptied(pages, files)
-                self._checkpointer.release(pin)
-            self._keeper.note()
+                self.engine.checkpointer.release(pin)
+            self.engine.background.note()
 
     def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
         """Have it on the disk that rows are gone, then in memory.
@@ -156,20 +156,20 @@ class RetainingStorage(ReshapableStorage):
         pages = dead.common(going.widened(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
         try:
-            with self._checkpointer.lock:  # truncating the journal would close segments under this sync
+            with self.engine.checkpointer.lock:  # truncating the journal would close segments under this sync
                 with self.episode_lock:
                     # No checkpoint covers it before the blocks are summed again.
-                    pin = self._checkpointer.pin(self.journal.sequence)
+                    pin = self.engine.checkpointer.pin(self.journal.sequence)
                     sequence = self.append_record(Kind.RETIRE, body)
                     files, folders = self.journal.unsettled()
-                self._checkpointer.sync_journal(files, folders)
+                self.engine.checkpointer.sync_journal(files, folders)
             # Before gaps are taken out that it covers: who finds neither would miss their rows.
-            self._shared.retire(max(self.retired, through))
+            self.engine.shared.retire(max(self.retired, through))
             manifest = self.manifest.replace(gaps=rest)
             if rest != window.gaps:  # after the record: an index that lacks it is built anew
-                with self._health.guarding():
+                with self.engine.health.guarding():
                     manifest.save(self.disk, self.path)
-            self._shared.note_layout()  # followers look again; what they gather meanwhile is void
+            self.engine.shared.note_layout()  # followers look again; what they gather meanwhile is void
             with self.episode_lock:
                 self.upheavals += 1
                 self._state.delete(replace(window, low=through, gaps=rest))
@@ -179,7 +179,7 @@ class RetainingStorage(ReshapableStorage):
         except BaseException:
             self.note_interruption()
             raise
-        self._shared.note_record(sequence)
+        self.engine.shared.note_record(sequence)
         return dead, pages, pin
 
     def _note_emptied(self, pages: Gaps, files: set[File]) -> None:
@@ -219,7 +219,7 @@ class RetainingStorage(ReshapableStorage):
             elif place not in group.segment_places and not column.blank:
                 files |= _punch(column, pages)
         if group.segments is not None:
-            with self._checkpointer.lock:  # a checkpoint may merge them
+            with self.engine.checkpointer.lock:  # a checkpoint may merge them
                 group.segments.note_left(*self._state.left(self.geometry.slots))
                 group.segments.give_up()
         return files

@@ -46,18 +46,18 @@ class DisplacingStorage(JournaledStorage):
         if self.hold.first:
             self._wait_for_copy(None)
         waiting = self._state.replaced.waiting_bytes
-        if self.last > self._checkpointer.covered or (
+        if self.last > self.engine.checkpointer.covered or (
             waiting and waiting + size > tuning.REPLACED_ROWS_BYTES
         ):
             self.sync()  # a power cut must not bring a row in the place of one that it takes away
         elif 2 * waiting > tuning.REPLACED_ROWS_BYTES:
-            self._keeper.hurry()
+            self.engine.background.hurry()
         try:
             self._wait(ids, places, columns)
         except BaseException:
             self.note_interruption()
             raise
-        self._keeper.note()
+        self.engine.background.note()
 
     def _change_in_place(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
@@ -70,7 +70,7 @@ class DisplacingStorage(JournaledStorage):
             slots = self.geometry.slot_of(ids)
             with self.changing(slots):
                 self._overwrite(slots, places, columns)
-            self._checkpointer.release(pin)
+            self.engine.checkpointer.release(pin)
         except BaseException:
             self.note_interruption()
             raise
@@ -81,18 +81,18 @@ class DisplacingStorage(JournaledStorage):
         with self.episode_lock:  # no mark comes between the record and the rows
             sequence = self.append_record(Kind.REDO, body)
             if self.durable:
-                self._checkpointer.sync_record(self.journal)
+                self.engine.checkpointer.sync_record(self.journal)
             self._state.replaced.add(slots, columns, lambda: self._batch_behind(sequence - 1, places))
         with self.priorities.lock:
             self.priorities.values[slots] = columns[0]
         self.priorities.note_changed(slots)
-        self._keeper.note()
+        self.engine.background.note()
         self._changes += 2  # nothing is half changed meanwhile
         self._in_place.note(self._changes, slots)
 
     def _batch_behind(self, lsn: int, places: Sequence[int]) -> RowBatch:
         """Return an empty batch of rows whose records come after this one; they are pinned."""
-        pin = self._checkpointer.pin(lsn, self.journal.sync_files()[-1])
+        pin = self.engine.checkpointer.pin(lsn, self.journal.sync_files()[-1])
         return RowBatch(self.geometry.slots or 0, places, pin)
 
     def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
@@ -105,7 +105,7 @@ class DisplacingStorage(JournaledStorage):
             raise
         with self.episode_lock:
             self._note_touched(touched, slots)
-        self._keeper.note()
+        self.engine.background.note()
 
     def _note_touched(self, files: set[File], slots: IntArray) -> None:
         """Have the next checkpoint bring files to the disk, and sum the blocks of slots."""
@@ -143,22 +143,22 @@ class DisplacingStorage(JournaledStorage):
         """Sync the journal, then write the rows that wait to the columns; the checkpointer's lock is held."""
         with self.episode_lock:
             group = self.columns
-            if self._health.needs_recovery or group is None or not self._lock_file.held:
+            if self.engine.health.needs_recovery or group is None or not self.engine.lock_file.held:
                 return
             batch = self._state.replaced.begin()
             if batch is None:
                 return
             segments, rotated = self.journal.sync_files(), self.journal.rotated
-        self._checkpointer.sync_journal(segments, [self.journal.folder] if rotated else [])
+        self.engine.checkpointer.sync_journal(segments, [self.journal.folder] if rotated else [])
         slots, columns = batch.columns()
-        self._shared.begin_change(slots)
+        self.engine.shared.begin_change(slots)
         # The first column is that of priorities, which may have been set since.
         with self.priorities.lock:
             values = self.priorities.values[slots]
             touched = set(group.columns[batch.places[0]].write_rows(slots, values))
         touched |= self._write_rows(group, slots, batch.places[1:], columns[1:])
-        self._shared.end_change()
+        self.engine.shared.end_change()
         with self.episode_lock:
             self._note_touched(touched, slots)
             self._state.replaced.end()
-            self._checkpointer.release(batch.pin)
+            self.engine.checkpointer.release(batch.pin)

@@ -14,7 +14,6 @@ import time
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +35,12 @@ from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
-from expstore.storages.engine.background_checkpoints import Keeper
-from expstore.storages.engine.checkpointer import Checkpointer, Pin
-from expstore.storages.engine.disk_space import DiskSpace
-from expstore.storages.engine.health import Health
+from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opened, Opening, explain_full_disk
+from expstore.storages.engine.parts import EngineParts
 from expstore.storages.engine.process_exit import register, unregister
-from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.folder import FolderStorage, refuse_objects
 from expstore.storages.format.journal import (
     SYNC_SEGMENT_BYTES,
@@ -109,30 +105,27 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         self._segment_bytes = segment_bytes or (
             SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
         )
-        self._lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
+        lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(path, manifest, disk)
         self.durable = durable
-        self._pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
-        self._health = Health(path)
-        self._space = DiskSpace(disk, path, settings.min_free_bytes)
-        self._checkpointer = Checkpointer(self.lock_order, self._health, disk, self._pool)
+        self.engine = EngineParts.of(self, lock_file, min_free_bytes=settings.min_free_bytes)
         self.index_path = index_path(self.path)
         self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
         self._begin()
         try:
-            self._shared = SharedState(self.disk, self.path, self._lock_file)
-            self.draws = DrawState(order=self.lock_order, sink=self._shared)
-            self._shared.enter()
-            self._note_change(None)  # recovery may change rows that others are reading
+            shared = self.engine.shared
+            self.draws = DrawState(order=self.lock_order, sink=shared)
+            shared.enter()
+            shared.begin_change(None)  # recovery may change rows that others are reading
             with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
-            if manifest.schema is not None and self._shared.is_new:
+            if manifest.schema is not None and shared.is_new:
                 _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
         except BaseException:
             self._let_go()
             raise
         self.flush_on_sigterm = settings.on_sigterm == "flush"
-        self._keeper = Keeper(self)
+        self.engine.background.start()
         register(self)
 
     # -- opening ---------------------------------------------------------------------------------
@@ -144,9 +137,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self.disk,
             self.path,
             self.manifest,
-            shared=self._shared,
+            shared=self.engine.shared,
             order=self.lock_order,
-            pool=self._pool,
+            pool=self.engine.pool,
             segment_bytes=self._segment_bytes,
             counts=self._counting,
             may_tidy=self.may_tidy(),
@@ -169,7 +162,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
         self.upheavals += 1
         self.takeovers += 1
-        self._checkpointer.restart(self.journal.sequence, self.last, self.draws)
+        self.engine.checkpointer.restart(self.journal.sequence, self.last, self.draws)
         former.close()
 
     def _check_opened(self, opened: Opened) -> None:
@@ -221,16 +214,16 @@ class JournaledStorage(FolderStorage, VersionedStorage):
 
     def beat(self) -> None:
         """Show other processes that this one is alive."""
-        self._shared.beat()
+        self.engine.shared.beat()
 
     def _note_horizon(self, horizon: int) -> None:
-        self._shared.reserve(horizon)
+        self.engine.shared.reserve(horizon)
 
     def _note_change(self, slots: IntArray | None) -> None:
-        self._shared.begin_change(slots)
+        self.engine.shared.begin_change(slots)
 
     def _note_changed(self) -> None:
-        self._shared.end_change()
+        self.engine.shared.end_change()
 
     # -- extend ----------------------------------------------------------------------------------
 
@@ -238,8 +231,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         """Fix the fields, once, when the first rows come; on the disk when this returns."""
         self.check_writable()
         refuse_objects(schema)
-        self._space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
-        with self._health.guarding():
+        self.engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
+        with self.engine.health.guarding():
             super().prepare(schema, keys, dims)
 
     def _base(self) -> dict[str, Any]:
@@ -253,9 +246,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         """
         size, journal = sum(map(len, body)), self._state.journal
         if not journal.fits(size):
-            with self._health.guarding():
+            with self.engine.health.guarding():
                 journal.start_segment(self._base(), room=size)
-            self._keeper.hurry()
+            self.engine.background.hurry()
         return journal.append(kind, *body)
 
     def check_space(self, count: int) -> None:
@@ -264,9 +257,9 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         Raises:
             StorageError: They would; nothing was written.
         """
-        if not self._space.has_room(self.last + count):
+        if not self.engine.space.has_room(self.last + count):
             row_bytes = self.require_schema().row_bytes + ROW_BYTES
-            self._space.check(self.last, count, row_bytes, self.geometry)
+            self.engine.space.check(self.last, count, row_bytes, self.geometry)
 
     def _expect_key(self, rows: Rows) -> None:
         """Have room for the key of rows in the file of keys."""
@@ -276,18 +269,18 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self._note_manifest(self.manifest.replace(keyed=True))  # from now on a lost file is damage
         keys = self.write_keys
         if 2 * keys.room < keys.spare:
-            self._keeper.hurry()
+            self.engine.background.hurry()
         if not keys.room:
-            self._checkpointer.run(self, lambda: self.write_keys.room > 0)
+            self.engine.checkpointer.run(self, lambda: self.write_keys.room > 0)
 
     def _has_spare(self, count: int) -> bool:
         """Return whether so many rows fit into the spare slots beside the rows that no checkpoint covers."""
-        return self.last + count - self._checkpointer.covered <= self.geometry.spare
+        return self.last + count - self.engine.checkpointer.covered <= self.geometry.spare
 
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight and rows not yet synced fit into the spare slots."""
         last = self._state.window.last
-        if not self._space.has_room(last + count):
+        if not self.engine.space.has_room(last + count):
             self.check_space(count)
         if count > self.geometry.spare:
             self.sync()
@@ -296,12 +289,12 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                 if through > self._state.window.low:
                     self.retire(through)
             return
-        free = self.geometry.spare - (last - self._checkpointer.covered)
+        free = self.geometry.spare - (last - self.engine.checkpointer.covered)
         if 2 * (free - count) < self.geometry.spare:
-            self._keeper.hurry()
+            self.engine.background.hurry()
         if count > free:
             started = time.monotonic()
-            self._checkpointer.run(self, lambda: self._has_spare(count))
+            self.engine.checkpointer.run(self, lambda: self._has_spare(count))
             self.counters.waits += 1
             self.counters.wait_seconds += time.monotonic() - started
 
@@ -328,7 +321,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             try:
                 sequence = self.append_record(Kind.PUBLISH, *body)
                 if self.durable:
-                    self._checkpointer.sync_record(state.journal)
+                    self.engine.checkpointer.sync_record(state.journal)
                 entries = state.episodes.commit(
                     assignment.segments,
                     assignment.sources,
@@ -344,8 +337,8 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             except BaseException:
                 self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
                 raise
-        self._shared.publish(last, sequence, drained=payload.in_columns)
-        self._keeper.note()
+        self.engine.shared.publish(last, sequence, drained=payload.in_columns)
+        self.engine.background.note()
         if rows.count > self.geometry.spare:
             self.sync()  # it has cost rows that were on the disk
 
@@ -356,21 +349,21 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     def _annotate(self, entry: LogEntry) -> None:
         sequence = self.append_record(Kind.ANNOTATE, entry.pack())
         if self.durable:
-            self._checkpointer.sync_record(self.journal)
+            self.engine.checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.annotate(entry, sequence))
         self._note_content(sequence)
-        self._shared.note_record(sequence)
-        self._keeper.note()
+        self.engine.shared.note_record(sequence)
+        self.engine.background.note()
 
     def _record_episodes(self, change: End | Resume) -> None:
         kind = Kind.END if isinstance(change, End) else Kind.RESUME
         sequence = self.append_record(kind, change.pack())
         if self.durable:
-            self._checkpointer.sync_record(self.journal)
+            self.engine.checkpointer.sync_record(self.journal)
         self._log.append(self.episodes.apply(change, sequence))
         self._note_content(sequence)
-        self._shared.note_record(sequence)
-        self._keeper.note()
+        self.engine.shared.note_record(sequence)
+        self.engine.background.note()
 
     # -- change, retire, forget ------------------------------------------------------------------
 
@@ -378,17 +371,17 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> Pin:
         """Append an update record and sync it, before the columns are changed; pin it until they are."""
-        if self.last > self._checkpointer.covered:
+        if self.last > self.engine.checkpointer.covered:
             self.sync()  # else a power cut could bring the change without the row it changes
         redo = Redo(ids, list(places), columns, replaces)
         number = self.journal.sequence + 1
         body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
-        with self._checkpointer.lock:  # truncating the journal would close segments under this sync
+        with self.engine.checkpointer.lock:  # truncating the journal would close segments under this sync
             with self.episode_lock:
-                pin = self._checkpointer.pin(self.journal.sequence)
+                pin = self.engine.checkpointer.pin(self.journal.sequence)
                 self.append_record(Kind.REDO, body)
                 files, folders = self.journal.unsettled()
-            self._checkpointer.sync_journal(files, folders)
+            self.engine.checkpointer.sync_journal(files, folders)
         return pin
 
     def retire(self, through: int) -> None:
@@ -397,7 +390,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             sequence = self.append_record(Kind.RETIRE, b'{"through": %d}' % through)
             super().retire(through)
             self._note_content(sequence)
-        self._shared.retire(self.retired)
+        self.engine.shared.retire(self.retired)
         self.sync()
 
     def _forget(self, last: int) -> None:
@@ -407,7 +400,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             self._log.append(self.episodes.end_episodes(sequence))
             super()._forget(last)
             self._note_content(sequence)
-        self._shared.clear(last)
+        self.engine.shared.clear(last)
         self.sync()
 
     def _note_ranking(self, ranking: Ranking | None) -> None:
@@ -421,7 +414,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
         """
-        self._checkpointer.run(self)
+        self.engine.checkpointer.run(self)
 
     def set_draws(self, draw: int, progress: Sequence[int]) -> None:
         """Continue with another draw, possibly an earlier one; on the disk when this returns."""
@@ -440,7 +433,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     def checkpoint_of(self, lsn: int) -> Checkpoint:
         """Return what a checkpoint covers that is taken now."""
         slots = self.geometry.slots
-        newer = min(self.last - max(self._checkpointer.covered, self.retired), slots or self.last)
+        newer = min(self.last - max(self.engine.checkpointer.covered, self.retired), slots or self.last)
         runs = self.geometry.runs(self.last - newer + 1, newer) if newer > 0 else []
         return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._state.left(slots))
 
@@ -459,19 +452,19 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     def measure_space(self) -> None:
         """Look at the free space of the disk."""
         if self.schema is not None:
-            self._space.measure(self.last, self.schema.row_bytes + ROW_BYTES, self.geometry)
+            self.engine.space.measure(self.last, self.schema.row_bytes + ROW_BYTES, self.geometry)
 
     def _checkpoint_for_good(self) -> None:
         """Run a checkpoint, and keep no long journal of what is on the disk then: the writer leaves."""
         with self.episode_lock:
-            if not self._health.needs_recovery and self.journal.length > tuning.CLOSED_JOURNAL_BYTES:
+            if not self.engine.health.needs_recovery and self.journal.length > tuning.CLOSED_JOURNAL_BYTES:
                 with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
                     self.journal.start_segment(self._base())
         self.sync()
 
     def note_interruption(self) -> None:
         """Note that memory may lag behind the journal, because of the exception that is being raised."""
-        self._health.note_interruption()
+        self.engine.health.note_interruption()
 
     # -- facts -----------------------------------------------------------------------------------
 
@@ -479,7 +472,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         self._note_manifest(self.manifest.replace(specs=specs))
 
     def _note_manifest(self, manifest: Manifest) -> None:
-        with self._health.guarding():
+        with self.engine.health.guarding():
             manifest.save(self.disk, self.path)
         self.manifest = manifest
 
@@ -504,7 +497,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     @property
     def can_write(self) -> bool:
         """Whether the storage is open for writing and sound."""
-        return not self._closed and self._lock_file.held and self._health.is_sound
+        return not self._closed and self.engine.lock_file.held and self.engine.health.is_sound
 
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, what waits for the disk, and how that is."""
@@ -513,12 +506,12 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             "path": str(self.path),
             "durability": "sync" if self.durable else "process",
             "generation": self.manifest.generation,
-            "unsynced_rows": self.last - self._checkpointer.covered,
+            "unsynced_rows": self.last - self.engine.checkpointer.covered,
             "fsyncs": self.disk.syncs,
             "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
             "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
             "free_bytes": self.disk.free(self.path),
-            "poisoned": None if self._health.failure is None else str(self._health.failure),
+            "poisoned": None if self.engine.health.failure is None else str(self.engine.health.failure),
             "recovered": self.counters.recovered,
         }
 
@@ -527,23 +520,23 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     def check_writable(self) -> None:
         """Raise StateError unless rows can be written; after an interruption read the journal again."""
         super().check_writable()
-        if not self._lock_file.held:
+        if not self.engine.lock_file.held:
             raise StateError(
                 f"{self.path} was opened by another process, of which this one is a fork",
                 hint="open the store in the process that writes to it",
             )
-        health = self._health
+        health = self.engine.health
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
             # Who counts what they hand out must not go on with the counts that were open.
-            with self.lock, self._checkpointer.lock, self.sampled_lock:
-                if self._health.needs_recovery:
+            with self.lock, self.engine.checkpointer.lock, self.sampled_lock:
+                if self.engine.health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
                         self.flush_priorities()
-                    with self.changing(), self._health.guarding():
+                    with self.changing(), self.engine.health.guarding():
                         self._open(first=False)
-                    self._health.needs_recovery = False
+                    self.engine.health.needs_recovery = False
 
     def close(self) -> None:
         """Sync, note that all is well, and let others open the store."""
@@ -551,7 +544,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
             return
         closed = 0
         with self.lock:
-            self._keeper.stop()
+            self.engine.background.stop()
             try:
                 if self.can_write:
                     end_sessions(self, [self.episodes.session])
@@ -561,16 +554,16 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                         self.journal.end()
                         if self.columns is not None:
                             self.columns.give_back()
-                    self._checkpointer.sync_journal(self.journal.sync_files(), [])
+                    self.engine.checkpointer.sync_journal(self.journal.sync_files(), [])
                     closed = sequence
             finally:
                 self._closed = True
-                self._shared.leave(closed)
+                self.engine.shared.leave(closed)
                 self._let_go()
 
     def leave(self) -> None:
         """Close what nobody has closed, and bring the index up to date."""
-        if self._closed or not self._lock_file.held:
+        if self._closed or not self.engine.lock_file.held:
             return
         try:
             self.check_writable()
@@ -588,9 +581,10 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     warns_if_forgotten = True
 
     def __del__(self) -> None:
-        if "_keeper" in vars(self) and not self._closed and self._lock_file.held:
+        opened = "engine" in vars(self) and self.engine.background.running
+        if opened and not self._closed and self.engine.lock_file.held:
             # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
-            self._pool.shutdown(wait=False)
+            self.engine.pool.shutdown(wait=False)
             with contextlib.suppress(ExpStoreError):
                 self.close()
             if self.warns_if_forgotten:
@@ -601,11 +595,10 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         unregister(self)
         with self.sampled_lock:  # descriptors are not for somebody else's files while counts are written
             self._state.close()
-            if "_shared" in vars(self):  # not if STATE could not be opened
-                self._shared.close()
-        self._lock_file.release()
+            self.engine.shared.close()
+        self.engine.lock_file.release()
         with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
-            self._pool.shutdown()
+            self.engine.pool.shutdown()
 
     def load_version(self, folder: Path) -> None:
         """Put the content of the version in a folder in the place of what there is.

@@ -499,7 +499,7 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
 
     def life(tell: Callable[[Any], None]) -> None:
         rb = opened(path, count=1, capacity=50)
-        rb.storage._keeper.stop()
+        rb.storage.engine.background.stop()
         rb.extend(numbered_rows(50))
         turn = rb.storage.geometry.spare
         rb.extend(numbered_rows(turn, 50))

@@ -170,7 +170,7 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
 ) -> None:
     set_spare_slots(monkeypatch, 10)
     storage = new(tmp_path / "a.exp", 30)
-    storage._keeper.stop()
+    storage.engine.background.stop()
     names = set()
     for _ in range(20):
         put(storage, 9)
@@ -206,7 +206,7 @@ def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
 def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 100)
     storage = new(tmp_path / "a.exp", compression=compression)
-    storage._keeper.stop()
+    storage.engine.background.stop()
     for _ in range(950):
         put(storage, 1)
         storage.drain()  # as the keeper does ten times a second
@@ -228,7 +228,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
 def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", 12_000)
     storage = new(tmp_path / "a.exp")
-    storage._keeper.stop()
+    storage.engine.background.stop()
     real = storage.disk.gate
 
     def full(act: str, path: Path) -> None:
@@ -304,7 +304,7 @@ def test_what_returned_is_there_when_nobody_closed_the_store(
     storage = new(
         tmp_path / "a.exp", compression=compression, settings=Settings(durability=durability, storage="arrow")
     )
-    storage._keeper.stop()  # a copy is to be of one moment
+    storage.engine.background.stop()  # a copy is to be of one moment
     for count in (5, *counts):
         put(storage, count)
         path = leave(storage, tmp_path)
@@ -326,7 +326,7 @@ def test_what_returned_is_there_when_nobody_closed_the_store(
 def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost: int) -> None:
     """A batch that was drained may hold rows of records that a power cut took."""
     storage = new(tmp_path / "a.exp")
-    storage._keeper.stop()
+    storage.engine.background.stop()
     put(storage, 30)
     storage.sync()
     for _ in range(12):
@@ -601,7 +601,7 @@ def test_a_segment_begins_where_values_need_more_bytes(tmp_path: Path, packing: 
     storage = prepare(
         ArrowStorage(tmp_path / "a.exp", compression=packing, settings=Settings(min_free_bytes=0)), TOKENS
     )
-    storage._keeper.stop()
+    storage.engine.background.stop()
     rows: list[list[int]] = []
     for values in ([7, 255], [256, 3], [1, 2], [-1, 70_000], [5, -6], [2**31 - 1], [9]):
         rows += [values] * 40
@@ -640,7 +640,7 @@ def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any,
     monkeypatch.setattr(tuning, "ARROW_SEGMENT_BATCHES", 1)
     monkeypatch.setattr(tuning, "ARROW_COMPACTED_BYTES", merged_bytes)
     storage = prepare(ArrowStorage(tmp_path / "a.exp", compression="narrow"), TOKENS)
-    storage._keeper.stop()
+    storage.engine.background.stop()
     rows = [[number % 200 if number < 160 else number * (-1) ** number * 1000] * 9 for number in range(360)]
     for start in range(0, 360, 40):
         put_tokens(storage, rows[start : start + 40])

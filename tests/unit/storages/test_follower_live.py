@@ -389,7 +389,7 @@ def in_a_fork(work: Callable[[], None]) -> None:
 def write_and_die(path: Path) -> None:
     rb = expstore.open(path, capacity=50)
     assert isinstance(rb.storage, ZarrStorage)
-    rb.storage._keeper.stop()  # nothing reaches the columns later
+    rb.storage.engine.background.stop()  # nothing reaches the columns later
     rb.extend(rows(60))
     rb.update_priority(id=[40], priority=3.0)
     rb.flush()
@@ -457,7 +457,7 @@ def test_after_a_power_cut_rows_must_prove_themselves(
 ) -> None:
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(10))
         rb.flush()
         for start in (10, 20, 30):
@@ -482,7 +482,7 @@ def test_after_a_power_cut_new_rows_have_their_first_priority(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(10))
         rb.update_priority(range(10), 3.0)
         rb.flush()
@@ -507,7 +507,7 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=4000)
-        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(20))
         rb.flush()
         publish = rb.storage._publish
@@ -515,7 +515,7 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
         def publish_and_die(*args: Any) -> None:
             # Such an extend ends with a sync.
             die = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            rb.storage._checkpointer._checkpoint = die  # type: ignore[attr-defined]
+            rb.storage.engine.checkpointer._checkpoint = die  # type: ignore[attr-defined]
             publish(*args)
 
         rb.storage._publish = publish_and_die  # type: ignore[method-assign]
@@ -537,7 +537,7 @@ def test_after_a_power_cut_a_lost_shard_of_priorities_is_made_again(
 
     def work() -> None:
         rb = expstore.open(store_path, capacity=50)
-        rb.storage._keeper.stop()  # type: ignore[attr-defined]
+        rb.storage.engine.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(30))
 
     in_a_fork(work)

@@ -564,7 +564,7 @@ def test_only_who_reads_rows_that_are_kept_back_has_them_written(
     tmp_path: Path, capacity: int | None, before: int
 ) -> None:
     storage = prepare(ZarrStorage(tmp_path / "run.exp", capacity), SCHEMA)
-    storage._keeper.stop()
+    storage.engine.background.stop()
     put(storage, before)
     storage.drain()
     for new in range(1, 13):
@@ -675,7 +675,7 @@ def test_names_of_shards_that_an_extend_under_way_has_made_are_synced(
 ) -> None:
     """A sync that finds nothing else to do must bring them to the disk, or leave them to the next."""
     storage, _ = faulty_storage(tmp_path / "run.exp")
-    storage._keeper.stop()
+    storage.engine.background.stop()
     storage.sync()
     storage.sync()  # nothing is left to do
     named: set[Path] = set()
@@ -788,7 +788,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 20)
     put(storage, 2)  # kept back
-    before = storage._shared.page.get("draw")
+    before = storage.engine.shared.page.get("draw")
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -812,7 +812,7 @@ def test_a_forked_child_reads_and_cannot_write(tmp_path: Path) -> None:
     os.close(write_end)
     assert os.read(read_end, 10_000) == b""
     os.close(read_end)
-    assert storage._shared.page.get("draw") == before, "the child drew in the parent's name"
+    assert storage.engine.shared.page.get("draw") == before, "the child drew in the parent's name"
     put(storage, 2)
     storage.close()
     with_reopened(tmp_path / "run.exp", lambda again: check(again, np.arange(1, 25)), size=24)

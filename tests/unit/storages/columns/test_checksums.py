@@ -167,8 +167,8 @@ def test_equal_stamps_mean_equal_bytes(store_path: Path) -> None:
         if life:
             rb.close()
         else:
-            rb.storage._keeper.stop()  # as if killed: the next one takes over what is there
-            rb.storage._lock_file.release()
+            rb.storage.engine.background.stop()  # as if killed: the next one takes over what is there
+            rb.storage.engine.lock_file.release()
     assert len(seen) > 40
 
 

@@ -381,7 +381,7 @@ def test_a_batch_as_long_as_the_ring_is_synced_before_it_is_met(
     set_spare_slots(monkeypatch, 200)
 
     def meet(archive: Archive, *given: Any) -> None:
-        met.append(rb.storage._checkpointer.covered == rb.storage.last == 100 + count)
+        met.append(rb.storage.engine.checkpointer.covered == rb.storage.last == 100 + count)
         own(archive, *given)
 
     with filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp") as rb:

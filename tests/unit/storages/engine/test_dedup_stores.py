@@ -296,7 +296,7 @@ def test_frames_that_never_change_cost_no_store_in_a_power_cut(tmp_path: Path) -
     for _ in range(6):
         rb.extend(still)
     rb.flush()
-    rb.storage._keeper.stop()  # no mark covers what is extended now
+    rb.storage.engine.background.stop()  # no mark covers what is extended now
     rb.extend(still)  # ids 121 to 140 of a ring of 80: the turn before had all of their slots
     rb.storage.drain()
     cut = Path(shutil.copytree(path, tmp_path / "cut.exp"))

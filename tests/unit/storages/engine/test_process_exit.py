@@ -37,7 +37,7 @@ def say(*text):
     print(*text, flush=True)
 
 def held(rb):  # no sync but those that are asked for
-    rb.storage._keeper.stop()
+    rb.storage.engine.background.stop()
     return rb
 
 path = sys.argv[1]

@@ -22,8 +22,9 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
-from expstore.storages.engine import store as store_module
+from expstore.storages.engine import parts
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
 from expstore.storages.indexing import find
 from expstore.storages.zarr import ZarrStorage
 from tests.support.stores import NoKeeper
@@ -59,7 +60,7 @@ def open_store(
     store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
     """A factory of buffers in sync mode without a background thread."""
-    monkeypatch.setattr(store_module, "Keeper", NoKeeper)
+    monkeypatch.setattr(parts, "Keeper", NoKeeper)
     opened = []
 
     def make(capacity: int | None = None, *, path: Path = store_path, **more: Any) -> TensorDictReplayBuffer:
@@ -112,7 +113,7 @@ def test_nobody_sees_a_row_before_it_is_on_the_disk(
     rb = open_store(5000)
     rb.extend(make_batch(3))
     seen: list[tuple[int, int]] = []
-    state = rb.storage._shared.page  # type: ignore[attr-defined]
+    state = rb.storage.engine.shared.page  # type: ignore[attr-defined]
     disk.before = lambda name: seen.append((len(rb), state.get("last")))
     for rows in (1, 100, 2000):
         rb.extend(make_batch(rows))
@@ -324,7 +325,7 @@ def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
 
 
 def test_riding_bytes_fit_into_a_segment() -> None:
-    assert tuning.INLINE_BATCH_BYTES * 2 < store_module.SYNC_SEGMENT_BYTES
+    assert tuning.INLINE_BATCH_BYTES * 2 < SYNC_SEGMENT_BYTES
 
 
 def test_a_sync_that_fails_before_it_syncs_gives_back_what_it_took(

@@ -23,7 +23,7 @@ from expstore.disk.files import Disk
 from expstore.errors import MigrationError
 from expstore.maintenance import verify
 from expstore.maintenance.upgrade import upgrade
-from expstore.storages.engine import store as engine_store
+from expstore.storages.engine import opening
 from expstore.storages.format import manifest
 from expstore.storages.format.manifest import FORMAT, MANIFEST, UPGRADES, Manifest, format_of
 from tests.fixtures.make_format import CAPACITY, FORMATS, ROWS, TAGGED, key_of, rows
@@ -135,7 +135,7 @@ def test_its_idempotency_keys_are_known(store: tuple[Path, int], monkeypatch: py
     """Within a day of the time at which they were written, which is long ago for a fixture."""
     folder, _ = store
     written = int(Manifest.load(Disk(), folder / "run.exp").created * 1e6)
-    for module in (idempotency, engine_store):
+    for module in (idempotency, opening):
         monkeypatch.setattr(module, "now_us", lambda: written + 60_000_000)
     for name in ("run.exp", "killed.exp"):
         with expstore.open(folder / name) as rb:

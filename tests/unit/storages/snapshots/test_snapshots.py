@@ -717,7 +717,7 @@ def test_a_load_that_was_left_half_way_is_finished_by_the_next_writer(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr("expstore.storages.engine.store.finish_load", stop)
+            patch.setattr("expstore.storages.engine.opening.finish_load", stop)
             with pytest.raises(KeyboardInterrupt):
                 rb.loads(place)
         assert same(rows_of(rb), make_rows(make_batch, (0, 30), (500, 30)))  # what is open can be read
