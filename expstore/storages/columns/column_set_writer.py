@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
+from expstore.disk.threads import Threads
 from expstore.errors import StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.column_set import ColumnGroup, add_batches, taken
@@ -112,7 +113,7 @@ class WritableColumns(ColumnGroup, Checkpointed):
     ) -> None:
         self._compression = compression
         super().__init__(disk, folder, fields, slots)
-        self._threads = ThreadPoolExecutor(WRITERS, thread_name_prefix="expstore-write")
+        self._threads = Threads(WRITERS, "expstore-write")
         self._reach = reach
         self._next_rows: dict[int, NextRows] = {}
         #: Files that were changed in place and that no checkpoint covers.
@@ -476,6 +477,11 @@ class WritableColumns(ColumnGroup, Checkpointed):
             file.write(part, at)
         elif (job := self._disk.write_beside(self._threads, file, part, at)) is not None:
             jobs.append(job)
+
+    def do_without_threads(self) -> None:
+        """Write and read on the calling thread alone."""
+        super().do_without_threads()
+        self._threads.refuse()
 
     def close(self) -> None:
         """Close all files."""

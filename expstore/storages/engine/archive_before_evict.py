@@ -110,6 +110,12 @@ class ArchivingStorage(RetainingStorage):
                 hint="give archive= its path; or False, and rows that leave are gone",
             )
 
+    def do_without_threads(self) -> None:
+        """Write and sync on the calling thread alone from now on, the rows of the archive, too."""
+        super().do_without_threads()
+        if self.archive is not None:
+            self.archive.storage.do_without_threads()
+
     def _let_go(self) -> None:
         try:
             if self.archive is not None:

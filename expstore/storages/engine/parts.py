@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from expstore.core.lock_order import LockOrder
 from expstore.disk.files import Disk
+from expstore.disk.threads import Threads
 from expstore.disk.writer_lock import WriterLock
 from expstore.storages.engine.background_checkpoints import Keeper, Settled
 from expstore.storages.engine.checkpointer import Checkpointer
@@ -42,7 +42,7 @@ class EngineParts:
     """
 
     lock_file: WriterLock
-    pool: ThreadPoolExecutor
+    pool: Threads
     health: Health
     space: DiskSpace
     shared: SharedState
@@ -63,7 +63,7 @@ class EngineParts:
         """
         disk, path = store.disk, store.path
         health = Health(path)
-        pool = ThreadPoolExecutor(8, thread_name_prefix="expstore-sync")
+        pool = Threads(8, "expstore-sync")
         try:
             shared = SharedState(disk, path, lock_file)
         except BaseException:

@@ -101,6 +101,36 @@ def test_one_in_a_cycle_closes_when_it_is_collected(store_path: Path, make_batch
     expstore.open(store_path).close()
 
 
+@pytest.mark.parametrize("options", ["", ", layout='packed'", ", storage='arrow'", ", archive=path + '.old'"])
+def test_one_is_collected_while_another_pool_takes_a_job(store_path: Path, options: str) -> None:
+    """The collector runs at any allocation: also where the thread holds what all pools share."""
+    code, out, err = run(
+        store_path,
+        f"""
+import gc, warnings
+from concurrent.futures import ThreadPoolExecutor
+
+class Collecting(ThreadPoolExecutor):
+    def _adjust_thread_count(self):
+        gc.collect()
+        super()._adjust_thread_count()
+
+warnings.simplefilter("ignore")
+gc.disable()
+rb = held(expstore.open(path, capacity=100{options}))
+for _ in range(3):
+    rb.extend(batch(90))
+    rb.extend(batch(3))
+rb.itself = rb
+del rb
+Collecting(1).submit(say, "taken").result()
+with expstore.open(path) as rb:
+    say(len(rb), rb.recovered)
+""",
+    )
+    assert (code, out, err) == (0, "taken\n100 None\n", "")
+
+
 def test_one_that_was_closed_says_nothing(store_path: Path, make_batch: MakeBatch) -> None:
     rb = expstore.open(store_path, capacity=100)
     rb.extend(make_batch(20))
