@@ -31,7 +31,7 @@ _SAME_SITE = frozenset({"same-origin", "none"})
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether only this machine reaches an address; what is no address of a network is none of others."""
+    """Return whether only this machine reaches an address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -295,7 +295,7 @@ class Stores:
         return None
 
     def _is_store(self, path: Path) -> bool:
-        """Say whether a store lies there, and not behind a link, which could lead anywhere."""
+        """Return whether a store lies there, and not behind a link, which could lead anywhere."""
         return not self._disk.is_link(path) and self._disk.exists(path / MANIFEST)
 
 

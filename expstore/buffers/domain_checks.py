@@ -75,7 +75,7 @@ def fitting(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
 
 
 def asks_for_domain(validate: str) -> bool:
-    """Say whether values are to be looked at.
+    """Return whether values are to be looked at.
 
     Raises:
         ValueError: It is neither "schema" nor "domain".

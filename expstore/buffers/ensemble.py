@@ -216,7 +216,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         return join(batches), {key: torch.cat([info[key] for info in infos]) for key in keys}
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Say whether `sample` would find rows to draw.
+        """Return whether `sample` would find rows to draw.
 
         Raises:
             StateError: No batch size is known.

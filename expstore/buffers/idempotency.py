@@ -53,7 +53,7 @@ def find_write(storage: Storage, key: WriteKey) -> Written | None:
 
 
 def is_known(storage: Storage, key: WriteKey | None) -> bool:
-    """Say whether the write with a key was made: by another thread, perhaps, while this one waited."""
+    """Return whether the write with a key was made: by another thread, perhaps, while this one waited."""
     return key is not None and storage.write_keys.find(key, now_us()) is not None
 
 

@@ -47,10 +47,10 @@ class Batches(Protocol):
         """Make a batch, if need be instead of one whose rows have left."""
 
     def stands(self, made: Made | None) -> bool:
-        """Say whether batches made when this one was (None: any) may still be handed out."""
+        """Return whether batches made when this one was (None: any) may still be handed out."""
 
     def readable(self, made: Made) -> bool:
-        """Say whether none of its rows, nor of those that were looked at for it, has left."""
+        """Return whether none of its rows, nor of those that were looked at for it, has left."""
 
     def hand_out(self, made: Made) -> None:
         """Count the oldest batch made ahead as handed out."""

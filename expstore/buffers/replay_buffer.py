@@ -443,7 +443,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return batch
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Say whether `sample` would find rows to draw.
+        """Return whether `sample` would find rows to draw.
 
         Raises:
             StateError: No batch size is known.

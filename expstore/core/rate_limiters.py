@@ -209,12 +209,12 @@ class RateLimiter:
     # -- what may be asked at any time -----------------------------------------------------------
 
     def can_sample(self, rows: int = 1) -> bool:
-        """Say whether so many rows may be sampled now."""
+        """Return whether so many rows may be sampled now."""
         with self._changed:
             return self._may_sample(self._open_storage(), rows)
 
     def can_insert(self, rows: int = 1) -> bool:
-        """Say whether so many rows may be inserted now."""
+        """Return whether so many rows may be inserted now."""
         with self._changed:
             return self._may_insert(self._open_storage(), rows)
 

@@ -275,7 +275,7 @@ def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
 
 
 def _alike(items: Sequence[Any]) -> bool:
-    """Say whether rows are tensors, arrays or numbers of one shape."""
+    """Return whether rows are tensors, arrays or numbers of one shape."""
     if not all(isinstance(item, (torch.Tensor, np.ndarray, np.generic, bool, int, float)) for item in items):
         return False
     first = items[0]

@@ -86,7 +86,7 @@ def from_nested(key: Key, nested: torch.Tensor) -> tuple[Ragged, pa.Array]:
 
 
 def is_packed(nested: Any) -> bool:
-    """Say whether a jagged tensor's rows lie one behind another, and differ in their first dim."""
+    """Return whether a jagged tensor's rows lie one behind another, and differ in their first dim."""
     return nested.lengths() is None and nested._ragged_idx == 1
 
 

@@ -38,7 +38,7 @@ UNKNOWN = arrow_dtype("")
 
 
 def has_lazy(data: TensorDictBase) -> bool:
-    """Say whether a TensorDict is, or has in it, a lazy stack, whose rows may differ in shape."""
+    """Return whether a TensorDict is, or has in it, a lazy stack, whose rows may differ in shape."""
     if isinstance(data, LazyStackedTensorDict):
         return True
     groups = (value for value in data.values() if isinstance(value, TensorDictBase))
@@ -102,7 +102,7 @@ def _data_of(entry: Any) -> Any:
 
 
 def is_loose(leaf: Any) -> bool:
-    """Say whether a leaf is one value per row, or a nested tensor."""
+    """Return whether a leaf is one value per row, or a nested tensor."""
     return isinstance(leaf, list) or (isinstance(leaf, torch.Tensor) and leaf.is_nested)
 
 
@@ -154,7 +154,7 @@ def _named(found: Ragged, column: Any) -> tuple[Any, str]:
 
 
 def _is_open(kind: pa.DataType) -> bool:
-    """Say whether a type has a part of which nothing is known but None."""
+    """Return whether a type has a part of which nothing is known but None."""
     if pa.types.is_null(kind):
         return True
     if pa.types.is_struct(kind):

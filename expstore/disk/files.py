@@ -533,11 +533,11 @@ class Disk:
             raise _failed("read", folder.path / name, exc) from exc
 
     def exists(self, path: Path) -> bool:
-        """Say whether there is something of this name."""
+        """Return whether there is something of this name."""
         return bool(self._look(path, path.exists))
 
     def is_link(self, path: Path) -> bool:
-        """Say whether this is a symbolic link."""
+        """Return whether this is a symbolic link."""
         return bool(self._look(path, path.is_symlink))
 
     def follow_link(self, path: Path) -> Path:
@@ -563,11 +563,11 @@ class Disk:
                         raise _irregular(Path(entry.path))
 
     def is_dir(self, path: Path) -> bool:
-        """Say whether this is a folder."""
+        """Return whether this is a folder."""
         return bool(self._look(path, path.is_dir))
 
     def is_shared(self, path: Path) -> bool:
-        """Say whether users other than its owner may read a file."""
+        """Return whether users other than its owner may read a file."""
         return bool(self._look(path, lambda: path.stat().st_mode & 0o044))
 
     def size(self, path: Path) -> int:

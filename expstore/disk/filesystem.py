@@ -38,7 +38,7 @@ def file_system(disk: Disk, folder: Path) -> str:
 
 
 def fills_holes(disk: Disk, folder: Path) -> bool:
-    """Say whether reading a hole of a file through a map takes space."""
+    """Return whether reading a hole of a file through a map takes space."""
     return file_system(disk, folder) in _MEMORY
 
 

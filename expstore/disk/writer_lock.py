@@ -47,7 +47,7 @@ class Owner:
         return int(self.since * 1e6)
 
     def lives(self, disk: Disk) -> bool | None:
-        """Say whether the process is there; None: it is, or was, on another machine."""
+        """Return whether the process is there; None: it is, or was, on another machine."""
         if self.host != socket.gethostname():
             return None
         start = disk.process_start(self.pid)

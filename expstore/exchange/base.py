@@ -157,7 +157,7 @@ class DiskFile(io.RawIOBase):
         return True
 
     def writable(self) -> bool:
-        """Say whether it can be written."""
+        """Return whether it can be written."""
         return self._writes
 
     def seekable(self) -> bool:

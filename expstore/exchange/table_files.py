@@ -69,7 +69,7 @@ class Part(ABC):
         return 0
 
     def is_full(self, name: str) -> bool:
-        """Say whether it is known that a column has no lists, and a value in each row."""
+        """Return whether it is known that a column has no lists, and a value in each row."""
         return False
 
 
@@ -99,7 +99,7 @@ class ParquetPart(Part):
         return max((-(-group.total_byte_size // max(1, group.num_rows)) for group in groups), default=0)
 
     def is_full(self, name: str) -> bool:
-        """Say whether the statistics know of a value in each row of a column that has no lists."""
+        """Return whether the statistics know of a value in each row of a column that has no lists."""
         leaves = [self._file.schema.column(n) for n in range(len(self._file.schema.names))]
         wanted = [n for n, leaf in enumerate(leaves) if leaf.path == name or leaf.path.startswith(name + ".")]
         if any(leaves[n].max_repetition_level for n in wanted):

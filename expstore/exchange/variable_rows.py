@@ -54,7 +54,7 @@ def from_file(entry: Field, array: Any) -> Any:
 
 
 def suits(entry: Field, kind: Any) -> bool:
-    """Say whether a column of a type can be a field without a fixed size that it is said to be."""
+    """Return whether a column of a type can be a field without a fixed size that it is said to be."""
     return fits(plain_type(kind), file_type(entry))
 
 

@@ -156,7 +156,7 @@ class PackedFiles:
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
 
     def _begins(self, data: bytes, at: int, turn: int) -> bool:
-        """Say whether a chunk may begin here."""
+        """Return whether a chunk may begin here."""
         size, number, told = struct.unpack_from("<III", data, at)
         return 16 < size <= self._most and number < self.packing.chunks and turn in (-1, told)
 

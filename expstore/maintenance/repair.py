@@ -154,12 +154,12 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
 
 
 def _costs_rows(inspection: Inspection, column: str | None) -> bool:
-    """Say whether the damage in a column costs rows."""
+    """Return whether the damage in a column costs rows."""
     return any(finding.ids for finding in inspection.found if finding.column == column)
 
 
 def _is_free(finding: Finding) -> bool:
-    """Say whether a file that is missing or has another length is made again at no cost."""
+    """Return whether a file that is missing or has another length is made again at no cost."""
     return finding.path.endswith("zarr.json") or finding.path == "checksums"
 
 

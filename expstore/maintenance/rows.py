@@ -213,7 +213,7 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
 
 
 def _same_rows(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:
-    """Say whether fragments are of the same rows: these can be cut into runs in several ways."""
+    """Return whether fragments are of the same rows: these can be cut into runs in several ways."""
     return np.array_equal(_rows_in(one), _rows_in(other))
 
 

@@ -285,7 +285,7 @@ def _reach_of(inspection: Inspection, column: Column) -> int:
 
 
 def _stands(inspection: Inspection, publish: Publish) -> bool:
-    """Say whether the rows of a record stand in the columns."""
+    """Return whether the rows of a record stand in the columns."""
     if inspection.group is None:
         return False
     first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0

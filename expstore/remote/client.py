@@ -299,7 +299,7 @@ class RemoteReplayBuffer(LocalOnly):
         return Feed(self._connection, ask, self._made, count=batches, ahead=self._prefetch, wait=self._wait)
 
     def _is_next(self, number: int) -> bool:
-        """Say whether a draw has not been handed out yet: by `sample`, while a stream had it ready."""
+        """Return whether a draw has not been handed out yet: by `sample`, while a stream had it ready."""
         with self._lock:
             if self._seed is not None and number < self._draw:
                 return False

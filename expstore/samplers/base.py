@@ -168,7 +168,7 @@ class Sampler(metaclass=SamplerKind):
         return len(storage)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Say whether a batch could be drawn now."""
+        """Return whether a batch could be drawn now."""
         return self.left(storage) > 0
 
     def sampleable(self, storage: Storage, batch_size: int) -> int:
@@ -185,7 +185,7 @@ class Sampler(metaclass=SamplerKind):
         """Be told that a selection it made goes to the user now, in the order of the selections."""
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
-        """Say whether a selection made some time ago would still be made; rows are looked at elsewhere."""
+        """Return whether a selection made some time ago would still be made; rows are looked at elsewhere."""
         return True
 
     def rewind(self, storage: Storage) -> None:

@@ -137,7 +137,7 @@ class SamplerEnsemble(Members):
         return np.asarray(counts(), np.float64) if self._by_rows else np.asarray(self._chances)
 
     def can_choose(self, ready: Sequence[bool]) -> bool:
-        """Say whether a batch can be drawn, given which members could draw a part of it."""
+        """Return whether a batch can be drawn, given which members could draw a part of it."""
         if self.sample_from_all:
             return all(ready)
         if self._chances is None or self._by_rows:

@@ -70,7 +70,7 @@ class _Seen:
         return cls(storage.query_window if episodes else storage.window, takeovers, changes, table, count)
 
     def holds(self, storage: Storage) -> bool:
-        """Say whether nothing has come since."""
+        """Return whether nothing has come since."""
         window = storage.window
         table = self.table
         return (

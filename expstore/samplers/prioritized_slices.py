@@ -203,7 +203,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Say whether there is a slice to be drawn."""
+        """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class _Starts:
         return runs.table.find(self._name[places], steps), steps
 
     def go_on(self, runs: Runs, least: int) -> bool:
-        """Say whether it is known what has changed since rows were last looked for, in these runs."""
+        """Return whether it is known what has changed since rows were last looked for, in these runs."""
         seen = self._seen
         return seen is not None and seen[:2] == (runs, least) and runs.changed_since(seen[2]) is not None
 

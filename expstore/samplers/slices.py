@@ -224,7 +224,7 @@ class SliceSampler(Sampler):
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Say whether there is a slice to be drawn."""
+        """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:

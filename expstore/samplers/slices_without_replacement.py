@@ -190,7 +190,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return slicing.selection(ids, lengths, length=length, asked=asked)
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
-        """Say whether the pass of a selection goes on: it does while the number of trajectories stays."""
+        """Return whether the pass of a selection goes on: it does while the number of trajectories stays."""
         length, _ = self.slicing.sizes(selection.asked)
         runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
@@ -201,7 +201,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Say whether there is a slice to be drawn."""
+        """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
     def __getstate__(self) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class StalenessAwareSampler(Sampler):
         return Selection(ids, {("staleness",): table.staleness_of(ids).astype(np.float32)}, progress)
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
-        """Say whether a selection is by the versions of now."""
+        """Return whether a selection is by the versions of now."""
         return selection.progress == (self._consumer_version, self._max_staleness)
 
     def _catch_up(self, storage: Storage) -> _Versions:

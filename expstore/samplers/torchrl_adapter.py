@@ -50,7 +50,7 @@ def given(sampler: Sampler) -> Any:
 
 
 def _takes_generator(sampler: Sampler) -> bool:
-    """Say whether `sample` is called as here, not as in torchrl."""
+    """Return whether `sample` is called as here, not as in torchrl."""
     parameters = inspect.signature(sampler.sample).parameters
     return "generator" in parameters or len(parameters) > 2
 
@@ -137,7 +137,7 @@ class AdaptedSampler(Sampler):
         self._ran_out = bool(selection.progress[0])
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Say whether the object could choose so many rows now."""
+        """Return whether the object could choose so many rows now."""
         if _has(self.sampler, "can_sample"):
             return bool(self.sampler.can_sample(storage, batch_size))
         return len(storage) > 0
@@ -213,7 +213,7 @@ class AdaptedSampler(Sampler):
 
 
 def _has(sampler: Any, name: str) -> bool:
-    """Say whether somebody wrote a method: those of base classes called Sampler do nothing."""
+    """Return whether somebody wrote a method: those of base classes called Sampler do nothing."""
     for kind in type(sampler).__mro__:
         if name in vars(kind):
             return kind.__name__ != "Sampler"

@@ -246,7 +246,7 @@ class SamplerWithoutReplacement(Sampler):
             self._ran_out = selection.progress[2] == 0
 
     def stands(self, storage: Storage, selection: Selection) -> bool:
-        """Say whether the pass of a selection goes on: it does while the number of rows stays."""
+        """Return whether the pass of a selection goes on: it does while the number of rows stays."""
         return selection.progress[3] == len(storage)
 
     def rewind(self, storage: Storage) -> None:

@@ -84,7 +84,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _mixes(values: Iterable[Any], kind: pa.DataType) -> bool:
-    """Say whether texts have become bytes, since others were bytes."""
+    """Return whether texts have become bytes, since others were bytes."""
     import pyarrow as pa
 
     is_a = pa.types

@@ -212,7 +212,7 @@ class Schema:
         return self._by_key.get(key, -1)
 
     def same(self, other: Schema | None) -> bool:
-        """Say whether rows of another schema are laid out as those of this one: the order counts, too."""
+        """Return whether rows of another schema are laid out as those of this one: the order counts, too."""
         return other is not None and (self.fields, self.form) == (other.fields, other.form)
 
     def grown(self, entry: Field, default: Array | None) -> Schema:
@@ -395,7 +395,7 @@ def _from_hex(entry: Field, text: str | None) -> Array | None:
 
 
 def is_name(part: object) -> bool:
-    """Say whether a part of a key can be a part of a path."""
+    """Return whether a part of a key can be a part of a path."""
     return isinstance(part, str) and bool(_COMPONENT.fullmatch(part)) and part not in ("..", ".", "zarr.json")
 
 

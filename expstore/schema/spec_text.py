@@ -61,7 +61,7 @@ def unpack_specs(text: str) -> dict[str, Any]:
 
 
 def same_specs(one: str, other: str) -> bool:
-    """Say whether two texts mean equal specs: the order of keys does not matter."""
+    """Return whether two texts mean equal specs: the order of keys does not matter."""
     return one == other or (bool(one and other) and bool(unpack_specs(one) == unpack_specs(other)))
 
 

@@ -15,7 +15,7 @@ __all__ = ["fits"]
 
 
 def fits(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Say whether values of one type are values of another, too, as far as types can say.
+    """Return whether values of one type are values of another, too, as far as types can say.
 
     Integers are integers of another width, and floats; whether each fits is seen when they are cast. Nothing
     becomes text, or of text something else. A struct may lack members.

@@ -139,7 +139,7 @@ class TensorSpec(ABC):
 
     @abstractmethod
     def is_in(self, val: Any) -> bool:
-        """Say whether a value could have been drawn from this spec: dtype, shape and space fit.
+        """Return whether a value could have been drawn from this spec: dtype, shape and space fit.
 
         A value may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
         """
@@ -313,7 +313,7 @@ class TensorSpec(ABC):
     def __eq__(self, other: object) -> bool: ...
 
     def _lies_like(self, other: TensorSpec) -> bool:
-        """Say whether values have the same shape, dtype and device."""
+        """Return whether values have the same shape, dtype and device."""
         return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
 
     __hash__ = None  # type: ignore[assignment]
@@ -397,18 +397,18 @@ class LeafSpec(TensorSpec):
         """
 
     def is_in(self, val: Any) -> bool:
-        """Say whether a tensor could have been drawn from this spec: dtype, shape and space fit.
+        """Return whether a tensor could have been drawn from this spec: dtype, shape and space fit.
 
         It may have more dims in front; a dim of size 1 (or -1) of the spec takes any size there.
         """
         return self._fits(val) and bool(self.within(val).all())
 
     def _fits(self, val: Any) -> bool:
-        """Say whether shape and dtype fit."""
+        """Return whether shape and dtype fit."""
         return isinstance(val, torch.Tensor) and val.dtype == self.dtype and self._takes(val.shape)
 
     def _takes(self, shape: torch.Size) -> bool:
-        """Say whether a shape fits."""
+        """Return whether a shape fits."""
         if len(shape) < self.ndim:
             return False
         last = shape[len(shape) - self.ndim :]

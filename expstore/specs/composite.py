@@ -224,7 +224,7 @@ class Composite(Lockable, BatchDims):
         return key in self.keys(include_nested=True)
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Say whether nothing is in it; with `recurse` whether there are no leaves, however deep."""
+        """Return whether nothing is in it; with `recurse` whether there are no leaves, however deep."""
         if not recurse:
             return not self._specs
         specs = [spec for _, spec in self.entries() if spec is not None]
@@ -403,7 +403,7 @@ class Composite(Lockable, BatchDims):
         return val.update(self.one())
 
     def is_in(self, val: Any) -> bool:
-        """Say whether a TensorDict, or a dict, has a value of each spec; what else it has does not matter."""
+        """Return whether a TensorDict, or a dict, has a value of each spec, and perhaps others."""
         if not hasattr(val, "get") or (self.data_cls is not None and type(val) is not self.data_cls):
             return False
         for key, spec in self.entries():

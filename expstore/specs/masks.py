@@ -26,7 +26,7 @@ def as_mask(given: Any, size: torch.Size, device: torch.device) -> torch.Tensor:
 
 
 def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Say whether two masks hide the same."""
+    """Return whether two masks hide the same."""
     if mine is None or other is None:
         return mine is other
     return torch.equal(mine, other)

@@ -164,7 +164,7 @@ class MultiCategorical(Categorical):
         return made.squeeze(-1) if bare else made
 
     def _takes(self, shape: torch.Size) -> bool:
-        """Say whether a shape fits; a spec of shape `(1,)` takes numbers without it, too."""
+        """Return whether a shape fits; a spec of shape `(1,)` takes numbers without it, too."""
         return super()._takes(shape or torch.Size([1]))
 
     def _choices(self) -> torch.Tensor | None:

@@ -117,7 +117,7 @@ class NonTensor(LeafSpec):
         return self.rand(shape)
 
     def is_in(self, val: Any) -> bool:
-        """Say whether a value is no tensor; objects in a TensorDict must have the shape, too."""
+        """Return whether a value is no tensor; objects in a TensorDict must have the shape, too."""
         if not isinstance(val, (torch.Tensor, TensorDictBase)) and not is_non_tensor(val):
             return True
         if not is_non_tensor(val) or len(val.shape) < self.ndim:
@@ -243,7 +243,7 @@ class Choice(TensorSpec):
         return self._taken(min(1, self.num_choices - 1), shape, lambda one: one.one(shape))
 
     def is_in(self, val: Any) -> bool:
-        """Say whether a value is in one of the specs, or is one of the objects."""
+        """Return whether a value is in one of the specs, or is one of the objects."""
         if self._of_specs:
             return any(one.is_in(val) for one in self._choices)
         return is_non_tensor(val) and any(_same(one, val) for one in self._choices)
@@ -354,5 +354,5 @@ class Choice(TensorSpec):
 
 
 def _same(mine: Any, other: Any) -> bool:
-    """Say whether two objects, or stacks of them, are equal."""
+    """Return whether two objects, or stacks of them, are equal."""
     return bool(mine.tolist() == other.tolist()) and mine.shape == other.shape

@@ -90,12 +90,12 @@ class _Stack(TensorSpec, Generic[_Part]):
         return bool(value.size(place) == len(self._parts))
 
     def _has_place(self, value: Any) -> bool:
-        """Say whether a value has the dim along which the specs are stacked."""
+        """Return whether a value has the dim along which the specs are stacked."""
         nested = isinstance(value, torch.Tensor) and value.is_nested
         return nested or self.dim - self._counted + value.ndim >= 0
 
     def is_in(self, val: Any) -> bool:
-        """Say whether each value of a stack is in its spec."""
+        """Return whether each value of a stack is in its spec."""
         return self._fits_stack(val) and all(part.is_in(value) for part, value in self._each(val))
 
     def type_check(self, value: Any, key: Any = None) -> None:
@@ -432,7 +432,7 @@ class StackedComposite(_Stack[Composite], Composite):
         return sum(1 for _ in self.entries())
 
     def is_empty(self, recurse: bool = False) -> bool:
-        """Say whether nothing is in any part."""
+        """Return whether nothing is in any part."""
         return all(part.is_empty(recurse) for part in self._parts)
 
     def empty(self) -> Self:

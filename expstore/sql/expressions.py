@@ -519,7 +519,7 @@ def _operands(tree: dict[str, Any]) -> Iterator[tuple[Path, int]]:
 
 
 def _meet(name: Path, path: Path) -> bool:
-    """Say whether one of two paths goes on from the other."""
+    """Return whether one of two paths goes on from the other."""
     return all(a == b for a, b in zip(name, path, strict=False))
 
 

@@ -59,7 +59,7 @@ def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable
 
 
 def _reaches(reference: list[str], member: Key) -> bool:
-    """Say whether a reference may be to a member, to what it is in, or to what is in it."""
+    """Return whether a reference may be to a member, to what it is in, or to what is in it."""
     top, *inside = [part.lower() for part in member]
     for place, part in enumerate(reference):
         if part == top:
@@ -70,7 +70,7 @@ def _reaches(reference: list[str], member: Key) -> bool:
 
 
 def _is_wide(tree: Any, tops: set[str], *, shown: bool) -> bool:
-    """Say whether columns may be used that are not named.
+    """Return whether columns may be used that are not named.
 
     Args:
         tree: Part of a statement.
@@ -96,13 +96,13 @@ def _is_wide(tree: Any, tops: set[str], *, shown: bool) -> bool:
 
 
 def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:
-    """Say whether a star stands for none of these columns."""
+    """Return whether a star stands for none of these columns."""
     named = {str(name).lower() for name in star.get("exclude_list", ())}
     return tops <= named and star.get("expr") is None and not star.get("rename_list", True)
 
 
 def _reads_rows(source: Any) -> bool:
-    """Say whether a FROM clause itself, not a SELECT in it, has the rows."""
+    """Return whether a FROM clause itself, not a SELECT in it, has the rows."""
     return any(str(one.get("table_name", _TABLES[0])).lower() in _TABLES for one in _tables(source))
 
 

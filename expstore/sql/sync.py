@@ -181,7 +181,7 @@ class Catalog:
             return index
 
     def _lost(self, index: Index, content: tuple[int, int]) -> bool:
-        """Say whether the index lacks more than the changes that are known of."""
+        """Return whether the index lacks more than the changes that are known of."""
         storage = self._storage
         # A store in RAM may have had another index, which took its changes with it.
         nothing = index.position == (0, 0) and storage.write_count > 0
@@ -265,7 +265,7 @@ class Catalog:
             return ask()
 
     def busy(self) -> bool:
-        """Say whether many changes wait for the index."""
+        """Return whether many changes wait for the index."""
         return self._storage.episodes.waiting > MANY_CHANGES
 
     def close(self) -> None:

@@ -427,7 +427,7 @@ class Storage(Described, Indexed, Stateful, ABC):
         self._note_change(slots)
         try:
             yield
-            self._note_changed()  # after a failure nobody knows what they hold
+            self._note_changed()  # after a failure it is not known what they hold
         finally:
             self._in_place.note(self._changes + 1, slots)
             self._changes += 1
@@ -486,7 +486,7 @@ class Storage(Described, Indexed, Stateful, ABC):
             return self._take(slots, places)
 
     def intact(self, ids: IntArray) -> bool:
-        """Say whether no slot of these ids has been written to for a later row, or given to other rows."""
+        """Return whether no slot of these ids has been written to for a later row, or given to other rows."""
         state, depth = self._state, self.geometry.depth
         if depth is None:
             gaps, retired = (
@@ -499,7 +499,7 @@ class Storage(Described, Indexed, Stateful, ABC):
 
     # -- life ------------------------------------------------------------------------------------
 
-    #: Whether rows are written by somebody else, whom no lock of this storage stops.
+    #: Whether rows are written by another process, which no lock of this storage stops.
     follows = False
 
     def stream(self) -> int:
@@ -565,7 +565,7 @@ class Storage(Described, Indexed, Stateful, ABC):
         return find_keys(schema)
 
     def use_catalog(self, catalog: CatalogLike) -> None:
-        """Be told who keeps the index, to hand it changes before they are forgotten.
+        """Keep who keeps the index, which is given changes before they are forgotten.
 
         It is held weakly: it holds this storage, and a forgotten buffer is to go at once.
         """
@@ -573,7 +573,7 @@ class Storage(Described, Indexed, Stateful, ABC):
 
     @property
     def catalog(self) -> CatalogLike | None:
-        """Who keeps the index, if somebody does."""
+        """Who keeps the index; None: there is no index."""
         return self._catalog()
 
     @property
@@ -688,7 +688,7 @@ class Storage(Described, Indexed, Stateful, ABC):
         """Write to the columns the rows that only a journal has, where there is one."""
 
     def note_interruption(self) -> None:
-        """Be told that an act was left in the middle: what is in memory may lag behind the disk."""
+        """Note that an act was left in the middle: what is in memory may lag behind the disk."""
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the write horizon."""
@@ -703,7 +703,7 @@ class Storage(Described, Indexed, Stateful, ABC):
         """Have priorities that were set kept before long."""
 
     def note_sampled(self) -> None:
-        """Be told that rows were counted as handed out."""
+        """Note that rows were counted as handed out."""
 
     def settle_changes(self) -> None:
         """Have the columns hold every row that was changed; the lock is held."""

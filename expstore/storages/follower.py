@@ -417,7 +417,7 @@ class FollowerStorage(FolderStorage):
         return self._watch.changed_since(changes) if self._source.live else None
 
     def intact(self, ids: IntArray) -> bool:
-        """Say whether no slot of these ids has been written to for a later row."""
+        """Return whether no slot of these ids has been written to for a later row."""
         source, view = self._source, self._watch.look()
         if not source.holds(view):
             return False

@@ -20,7 +20,7 @@ class CatalogLike(Protocol):
         """Hand the index what it lacks, unless it was let go of for good."""
 
     def busy(self) -> bool:
-        """Say whether many changes wait for the index."""
+        """Return whether many changes wait for the index."""
 
     def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         """Return facts about episodes."""

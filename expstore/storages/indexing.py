@@ -280,7 +280,7 @@ def put(storage: Storage, index: Any, data: Any) -> None:
 
 
 def _is_next(storage: Storage, index: Any, batch: Batch) -> bool:
-    """Say whether an index means the rows right behind the last one, of which there are none yet."""
+    """Return whether an index means the rows right behind the last one, of which there are none yet."""
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
         return False
     lanes, count = math.prod(batch.dims), batch.count

@@ -123,7 +123,7 @@ class Runs:
         return storage
 
     def _is_current(self, storage: Storage) -> bool:
-        """Say whether nothing has changed since the last look."""
+        """Return whether nothing has changed since the last look."""
         episodes = storage.episodes
         return episodes is self._known and storage.query_window == self._window and episodes.fragments.quiet
 

@@ -27,7 +27,7 @@ class Holder(Protocol):
     """Who holds a storage, and remembers how its rows are made."""
 
     def _renewed(self, storage: Any) -> None:
-        """Be told that a storage has another content."""
+        """Note that a storage has another content."""
 
 
 class Stateful:
@@ -101,7 +101,7 @@ class Stateful:
         raise self._no_hooks()
 
     def before_dump(self) -> None:
-        """Be told that a version is about to be made."""
+        """Note that a snapshot is about to be made."""
 
     def _no_hooks(self) -> StateError:
         return StateError(

@@ -84,7 +84,7 @@ class ZarrStorage(ArchivingStorage):
             self._state.count_sampled(SampledColumn(self.disk, group.folder, self.geometry.slots))
 
     def note_sampled(self) -> None:
-        """Be told that rows were counted as handed out: they are synced before long."""
+        """Note that rows were counted as handed out: a checkpoint follows before long."""
         self.engine.background.note()
 
     def _create(self, schema: Schema, keys: Keys) -> None:

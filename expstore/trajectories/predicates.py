@@ -163,7 +163,7 @@ class TrajectoryPredicate:
         return self._keys
 
     def __call__(self, trajectory: Any) -> bool:
-        """Say whether a trajectory meets the condition."""
+        """Return whether a trajectory meets the condition."""
         return bool(self._fn(trajectory))
 
     def __and__(self, other: TrajectoryPredicate) -> TrajectoryPredicate:

@@ -286,7 +286,7 @@ def _plan(storage: Storage, transform: Compose, predicate: Callable[[Any], Any])
 
 
 def _meet(first: Key, second: Key) -> bool:
-    """Say whether two keys are one, or one is of a group in which the other is."""
+    """Return whether two keys are one, or one is of a group in which the other is."""
     depth = min(len(first), len(second))
     return first[:depth] == second[:depth]
 

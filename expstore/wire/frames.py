@@ -114,7 +114,7 @@ def size_of_body(metadata: Any) -> int:
 
 
 def is_packed(metadata: Any) -> bool:
-    """Say whether the buffers of a record batch are compressed."""
+    """Return whether the buffers of a record batch are compressed."""
     return _field(metadata, _header(metadata), _COMPRESSION) != 0
 
 

@@ -169,7 +169,7 @@ class _Child:
             bound_data(None)
 
     def _outgrown(self) -> bool:
-        """Say whether a fresh process would serve better: this one keeps much, or its index has grown."""
+        """Return whether a fresh process would serve better: this one keeps much, or its index has grown."""
         return self._sizes.data() > self._began + self._memory // 2 or self._index_bytes() > self._room
 
 

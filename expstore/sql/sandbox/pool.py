@@ -382,7 +382,7 @@ class _Pool:
                 self._changed.notify_all()
 
     def _lacking(self) -> bool:
-        """Say whether another child should be started."""
+        """Return whether another child should be started."""
         seats = self._seats
         if self._failure is not None:
             return False  # until the next statement comes

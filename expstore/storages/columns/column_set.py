@@ -223,7 +223,7 @@ class ColumnGroup:
                 column.look_to(*self.place_behind(last))
 
     def end_at(self, last: int) -> None:
-        """Let only packed rows up to this id be found, and those in segments; nobody writes any more."""
+        """Let only packed rows up to this id be found, and those in segments; there is no writer any more."""
         if self.segments is not None:
             self.segments.end_at(last)
         for column in self.columns:
@@ -319,7 +319,7 @@ class ColumnGroup:
         return np.arange(oldest, max(oldest, int(lent[lent < first_id].max(initial=oldest - 1)) + 1))
 
     def lacks(self, first_id: int, count: int) -> bool:
-        """Say whether rows that are packed, or in segments, are not there as they were written."""
+        """Return whether rows that are packed, or in segments, are not there as they were written."""
         if self.segments is not None and count and not self.segments.is_whole(first_id, count):
             return True
         return any(

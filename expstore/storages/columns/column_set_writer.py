@@ -373,13 +373,13 @@ class WritableColumns(ColumnGroup, Checkpointed):
         self._append(before + 1, arrays)
 
     def _goes_on_behind(self, last: int) -> bool:
-        """Say whether packed columns are settled, and this is the last row that they have."""
+        """Return whether packed columns are settled, and this is the last row that they have."""
         return all(column.goes_on_at(self.place_behind(last)) for _, column in self.packed)
 
     def _has_packed(
         self, first_id: int, pieces: Sequence[tuple[int, int, int]], arrays: Sequence[Array]
     ) -> bool:
-        """Say whether packed columns hold these very rows: then perhaps later ones, too, which stay."""
+        """Return whether packed columns hold these very rows: then perhaps later ones, too, which stay."""
         return not self.lacks(first_id, sum(n for _, _, n in pieces)) and all(
             np.array_equal(
                 column.part(slot, n).reshape(-1).view(np.uint8),

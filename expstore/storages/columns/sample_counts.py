@@ -95,7 +95,7 @@ class Sampled:
             self.values = np.concatenate([self.values, np.zeros(more, np.uint32)])
 
     def _is_counted(self, slot: int, n: int) -> bool:
-        """Say whether a run of slots may hold other counts than 0."""
+        """Return whether a run of slots may hold other counts than 0."""
         return bool(self.values[slot : slot + n].any())
 
     def _keep(self, slots: IntArray, values: NDArray[np.uint32]) -> None:

@@ -196,7 +196,7 @@ class SampledColumn(Sampled, Checkpointed):
 
 
 def has_sampled(disk: Disk, folder: Path) -> bool:
-    """Say whether there is such a column in `columns/`."""
+    """Return whether there is such a column in `columns/`."""
     return disk.is_dir(_place(folder))
 
 

@@ -243,7 +243,7 @@ class _Building:
         self._storage.disk.sync_all(touched, [], None)
 
     def take_place(self) -> None:
-        """Be told that the column lies where it is to stay."""
+        """Note that the column is in its final place."""
         former, column = self.column.folder, self.column
         column.folder = self._storage.path / COLUMNS / self._plan.top / self._below
         for file in column.files:

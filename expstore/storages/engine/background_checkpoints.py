@@ -56,12 +56,12 @@ class Keeper:
         self._thread.start()
 
     def note(self) -> None:
-        """Be told that something was written."""
+        """Note that something was written: a checkpoint follows."""
         if not self._awake.is_set():
             self._awake.set()
 
     def hurry(self) -> None:
-        """Be told that the spare slots are half used up."""
+        """Run a checkpoint at once: the spare slots are half used up."""
         # Setting an event takes a lock that the thread may hold while it waits for the GIL.
         if not self._hurry.is_set():
             self._hurry.set()

@@ -1,4 +1,4 @@
-"""A storage that gives up rows that nobody wants, and gives their space back.
+"""A storage that deletes episodes of a store without a capacity, and gives their space back.
 
 Part of the Zarr storage, for stores that grow. Which rows go is said from outside
 (`expstore.buffers.retention`);
@@ -236,7 +236,7 @@ def _ids_of(fragments: IntArray) -> Gaps:
 
 
 def _live(gaps: Gaps, low: int, start: int, stop: int) -> bool:
-    """Say whether a row in slots `start` to `stop` - 1 of a store that grows can be read."""
+    """Return whether a row in slots `start` to `stop` - 1 of a store that grows can be read."""
     first = max(start, low)
     return first < stop and gaps.upto(stop) - gaps.upto(first) < stop - first
 

@@ -268,7 +268,7 @@ def _exists(path: Path) -> StateError:
 
 
 def _look(disk: Disk, path: Path) -> bool:
-    """Say whether there is a store; refuse a folder that is somebody else's."""
+    """Return whether there is a store; refuse a folder that is somebody else's."""
     if disk.exists(path / MANIFEST):
         return True
     if disk.exists(path) and not disk.is_dir(path):

@@ -1,4 +1,4 @@
-"""What becomes of stores that nobody closes: the program ends, is told to (SIGTERM), or forks.
+"""What becomes of stores that are not closed: the program ends, is told to (SIGTERM), or forks.
 
 Used by the storages that write to disk: they register when they are open and unregister when they are
 closed. It closes or flushes what is open; it never opens anything, and leaves foreign handlers alone.
@@ -48,7 +48,7 @@ _blocked = threading.local()
 
 
 def register(storage: _Leaver) -> None:
-    """Be told that a storage is open; see to SIGTERM where the program does not, and it may be done."""
+    """Note that a storage is open; handle SIGTERM if the program does not, and allows it."""
     _open.add(storage)
     here = threading.current_thread() is threading.main_thread()
     if storage.flush_on_sigterm and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -56,7 +56,7 @@ def register(storage: _Leaver) -> None:
 
 
 def unregister(storage: _Leaver) -> None:
-    """Be told that a storage is closed; with the last one the handler goes."""
+    """Note that a storage is closed; with the last one the handler is removed."""
     _open.discard(storage)
     here = threading.current_thread() is threading.main_thread()
     if not _open and here and isinstance(signal.getsignal(signal.SIGTERM), _Farewell):

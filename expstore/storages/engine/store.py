@@ -562,7 +562,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
                 self._let_go()
 
     def leave(self) -> None:
-        """Close what nobody has closed, and bring the index up to date."""
+        """Close a store that was not closed, and bring the index up to date."""
         if self._closed or not self.engine.lock_file.held:
             return
         try:
@@ -577,7 +577,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         """Do what can be done before the process dies of a signal, while other threads go on."""
         self.sync()
 
-    #: Whether somebody is to be told who lets go of it without closing it.
+    #: Whether to warn if it is garbage without having been closed.
     warns_if_forgotten = True
 
     def __del__(self) -> None:
@@ -600,7 +600,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
     def _let_go(self) -> None:
         """Close all files, as many as were opened, and let others write."""
         unregister(self)
-        with self.sampled_lock:  # descriptors are not for somebody else's files while counts are written
+        with self.sampled_lock:  # no descriptor may be reused for another file while counts are written
             self._state.close()
             self.engine.shared.close()
         self.engine.lock_file.release()

@@ -109,7 +109,7 @@ class Codec:
         return size + _BLOSC_HEADER if self.is_blosc else size + size // 64 + 1024
 
     def reads(self, named: Mapping[str, Any]) -> bool:
-        """Say whether it unpacks what zarr.json names: with whatever effort that was packed."""
+        """Return whether it unpacks what zarr.json names: with whatever effort that was packed."""
         found = named.get("configuration", {})
         wanted = {name: value for name, value in self.options.items() if name not in _EFFORT}
         return bool(named["name"] == self.name and wanted.items() <= found.items())

@@ -111,7 +111,7 @@ class StatePage:
         self._words = memoryview(self._map).cast("q")
 
     def fits(self, uuid: bytes, boot: bytes, generation: int) -> bool:
-        """Say whether the page speaks of this store since this start of the machine.
+        """Return whether the page speaks of this store since this start of the machine.
 
         A generation behind `generation` fits: openings that were killed have drawn nothing.
         """

@@ -359,7 +359,7 @@ class Journal:
         return least
 
     def fits(self, size: int) -> bool:
-        """Say whether a record with a body of `size` bytes has room; two marks always have."""
+        """Return whether a record with a body of `size` bytes has room; two marks always have."""
         return self._at + HEADER.size + size + 4 * ALIGN <= self._room
 
     def append(self, kind: Kind, *body: bytes) -> int:

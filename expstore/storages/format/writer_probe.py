@@ -46,12 +46,12 @@ class Watch:
         return None if page is None else page.look()
 
     def fits(self, uuid: str, generation: int) -> bool:
-        """Say whether the page speaks of this store, since this start of the machine."""
+        """Return whether the page speaks of this store, since this start of the machine."""
         page = self._page
         return page is not None and page.fits(bytes.fromhex(uuid), self._disk.boot_id(), generation)
 
     def writer_lives(self, *, unseen: bool = False) -> bool:
-        """Say whether the process that claimed the page still writes.
+        """Return whether the process that claimed the page still writes.
 
         Args:
             unseen: It was at work though no such process could be seen: its heartbeat decides.
@@ -74,7 +74,7 @@ class Watch:
         return 0 if page is None else page.get("change")
 
     def touched(self, slots: IntArray, before: int) -> bool:
-        """Say whether any of these slots may have been changed in place.
+        """Return whether any of these slots may have been changed in place.
 
         Args:
             slots: Which ones. Shape `(n,)`.

@@ -209,7 +209,7 @@ def packings_of(state: Frozen) -> list[Packing | None]:
 
 
 def same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
-    """Say whether the fields below a folder that are `known` there are packed as a storage's are."""
+    """Return whether the fields below a folder that are `known` there are packed as a storage's are."""
     users = zip(state.fields, packings_of(state), strict=True)
     try:
         return all(

@@ -146,7 +146,7 @@ def foreign_names(disk: Disk, place: Path) -> list[str]:
 
 
 def is_snapshots(disk: Disk, path: Path) -> bool:
-    """Say whether a folder holds versions, as `dumps` makes it."""
+    """Return whether a folder holds versions, as `dumps` makes it."""
     # A crash may have come after the very first version and before CURRENT.
     some = disk.exists(path / CURRENT) or disk.exists(path / version_name(1))
     return some and not disk.exists(path / MANIFEST)

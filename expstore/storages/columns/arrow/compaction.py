@@ -61,7 +61,7 @@ def _level(size: int) -> int:
 
 
 def _shortens(segment: Segment, batch_bytes: int) -> bool:
-    """Say whether there would be at most half as many batches."""
+    """Return whether there would be at most half as many batches."""
     groups = list(_groups([segment], batch_bytes))
     return 2 * len(groups) <= len(segment.headers)
 

@@ -83,7 +83,7 @@ class Plan:
         return _Node(kind, node, buffer, 0 if is_a.is_boolean(kind) else kind.bit_width // 8)
 
     def fits(self, count: int, lengths: IntArray, buffers: IntArray, body: int) -> bool:
-        """Say whether the nodes and buffers of a batch are as many and as long as they must be.
+        """Return whether the nodes and buffers of a batch are as many and as long as they must be.
 
         Args:
             count: Rows of the batch.

@@ -58,7 +58,7 @@ class Widths:
         return tuple(_limits(leaf) for kind in self.kinds for leaf in _integers(kind))
 
     def holds(self, bounds: Bounds) -> bool:
-        """Say whether such values fit in."""
+        """Return whether such values fit in."""
         pairs = zip(self.limits, bounds, strict=True)
         return all(low <= least and most <= high for (low, high), (least, most) in pairs)
 
@@ -170,7 +170,7 @@ def _narrowed(kind: pa.DataType, bounds: Iterator[tuple[int, int]]) -> pa.DataTy
 
 
 def _widens(kind: pa.DataType, wanted: pa.DataType) -> bool:
-    """Say whether all values of one type are values of another, which has the same nodes and buffers."""
+    """Return whether all values of one type are values of another, which has the same nodes and buffers."""
     if kind == wanted:
         return True
     if pa.types.is_integer(kind) and pa.types.is_integer(wanted):

@@ -131,7 +131,7 @@ class SegmentReader(Segments):
         self.show_all(kept)
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; nobody writes any more."""
+        """Let only rows up to this id be found; there is no writer any more."""
         with self.changing:
             self._let_go_behind(last)
             self._close_last()

@@ -54,7 +54,7 @@ class Segment:
         offsets: Where each begins in the file.
         end: Where the last one ends.
         sealed: Whether the stream has its end.
-        file: Opened for writing; None: nobody writes to it.
+        file: Opened for writing; None: it is only read.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class Segment:
         return place.address if isinstance(place, AddressRange) else int(place.ctypes.data)
 
     def add(self, header: Header, at: int) -> None:
-        """Be told of a batch behind the others."""
+        """Take over a batch behind the others."""
         self.headers.append(header)
         self.offsets.append(at)
         self.end = at + header.size
@@ -199,7 +199,7 @@ class Segments:
         raise NotImplementedError
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; nobody writes any more."""
+        """Let only rows up to this id be found; there is no writer any more."""
         raise NotImplementedError
 
     def require(self, first_id: int, count: int) -> None:
@@ -599,7 +599,7 @@ class Segments:
         return sum(header.rows for header in headers), sizes
 
     def covers(self, first_id: int, count: int) -> bool:
-        """Say whether all rows of a run are here, whole or not."""
+        """Return whether all rows of a run are here, whole or not."""
         return next(self.missing(first_id, count), None) is None
 
     def missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
@@ -656,7 +656,7 @@ class Segments:
         return self.covers(first_id, count) and None not in self.sound_batches(first_id, count)
 
     def close(self) -> None:
-        """Close the files; what is mapped goes when nobody reads it any more."""
+        """Close the files; a mapping goes with the last array over it."""
         for segment in self.segments:
             if segment.file is not None:
                 segment.file.close()

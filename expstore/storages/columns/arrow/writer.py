@@ -361,7 +361,7 @@ class SegmentWriter(Segments):
     # -- sync ------------------------------------------------------------------------------------
 
     def note_left(self, low: int, gaps: Gaps) -> None:
-        """Be told which rows have left, as stands on the disk, or will with the next mark.
+        """Note which rows have left, as the disk has it, or will with the next checkpoint.
 
         Args:
             low: All up to this id.
@@ -375,7 +375,7 @@ class SegmentWriter(Segments):
         return left
 
     def begin_mark(self, last: int) -> None:
-        """Be told that what was touched is about to be synced, and a mark to follow.
+        """Begin a checkpoint: what was touched is about to be synced.
 
         Args:
             last: Newest id that the mark is to cover.
@@ -386,12 +386,12 @@ class SegmentWriter(Segments):
         self.unsynced_bytes = 0
 
     def put_back(self) -> None:
-        """Be told that nothing of it was synced."""
+        """Take back what the checkpoint began: nothing was synced."""
         self._finished = [*self._marking, *self._finished]
         self._marking = []
 
     def note_marked(self, *, tidy: bool) -> None:
-        """Be told that the mark is on the disk.
+        """Note that the checkpoint record is on the disk.
 
         Args:
             tidy: Whether files may go: nobody copies just now.
@@ -432,7 +432,7 @@ class SegmentWriter(Segments):
         return live
 
     def _is_whole(self, segment: Segment) -> bool:
-        """Say whether a segment has no damaged batch: what is written anew has a sum of its own."""
+        """Return whether a segment has no damaged batch: what is written anew has a sum of its own."""
         if segment.path in self._unsound:
             return False
         with self.reading(segment) as read:
@@ -473,20 +473,20 @@ class SegmentWriter(Segments):
             self._disk.unlink(segment.path)
 
     def give_back(self) -> None:
-        """Give back disk space that only somebody who goes on writing needs."""
+        """Give back disk space that only a writer needs."""
         segment = self._open
         if segment is not None and segment.file is not None and segment.headers:
             segment.file.truncate(segment.end)
 
     def close(self) -> None:
-        """Close the files; what is mapped goes when nobody reads it any more."""
+        """Close the files; a mapping goes with the last array over it."""
         super().close()
         if self._open is not None and self._open.file is not None:
             self._open.file.close()
 
 
 def _has_room(segment: Segment, messages: Sequence[Array]) -> bool:
-    """Say whether batches have room in a segment."""
+    """Return whether batches have room in a segment."""
     room = segment.addresses.size - segment.end - len(END)
     return (
         sum(message.nbytes for message in messages) <= room

@@ -518,7 +518,7 @@ class PackedRows(Column):
         return found
 
     def lacks(self, slot: int, count: int, turn: int) -> bool:
-        """Say whether some rows of a run are not there as they were written in this turn.
+        """Return whether some rows of a run are not there as they were written in this turn.
 
         When a store is opened: other rows may be found in their places, perhaps with the very same bytes.
 

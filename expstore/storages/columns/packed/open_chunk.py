@@ -166,19 +166,19 @@ class PartialFile:
         self.file.write(self._sums(self._written, rows), start + _HEADER.size + 4 * first)
 
     def end(self) -> None:
-        """Be told that the chunk stands elsewhere now."""
+        """Note that the chunk is in a shard now."""
         self._area = -1
 
     def note_mark(self) -> None:
-        """Be told that a mark is on its way, which covers what has been written."""
+        """Begin a checkpoint, which covers what has been written."""
         self._pending = self._area
 
     def note_marked(self) -> None:
-        """Be told that the mark is on the disk."""
+        """Note that the checkpoint record is on the disk."""
         self._durable, self._kept = self._pending, []
 
     def give_back(self) -> None:
-        """Give back the disk space of areas on which nothing depends: nobody writes any more."""
+        """Give back the disk space of areas on which nothing depends: the writer ends."""
         held = (self._area, self._durable, self._pending, *self._kept)
         for number in range(_AREAS):
             if self.file is not None and number not in held:

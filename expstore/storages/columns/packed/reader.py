@@ -92,7 +92,7 @@ class PackedReader(PackedRows):
             self._open.pop(place)[0].close()
 
     def end_at(self, turn: int, slot: int) -> None:
-        """Let only rows be found that come before this place; nobody writes any more."""
+        """Let only rows be found that come before this place; there is no writer any more."""
         each = self.packing.rows
         inside = slot % each
         lost = self._lost_slots(slot - inside, slot, turn)
@@ -198,6 +198,6 @@ class PackedReader(PackedRows):
         source.chunks = chunks
 
     def close(self) -> None:
-        """Close the files; what is mapped goes when nobody reads it any more."""
+        """Close the files; a mapping goes with the last array over it."""
         self._let_go((_NEVER, 0))
         self._partial.close()

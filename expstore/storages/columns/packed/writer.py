@@ -223,19 +223,19 @@ class PackedColumn(ThinningRows):
         self._finished.append(filling)
 
     def goes_on_at(self, place: tuple[int, int]) -> bool:
-        """Say whether it is settled, and the next row goes to this turn and slot."""
+        """Return whether it is settled, and the next row goes to this turn and slot."""
         return not self._sources_new and place == (self._turn, self._next)
 
     # -- sync ------------------------------------------------------------------------------------
 
     def note_mark(self) -> list[Filling]:
-        """Be told that a mark is on its way; return the shards that it lets have their names."""
+        """Begin a checkpoint; return the completed shards, which are renamed once their bytes are durable."""
         self._partial.note_mark()
         finished, self._finished = self._finished, []
         return finished
 
     def note_marked(self) -> None:
-        """Be told that the mark is on the disk."""
+        """Note that the checkpoint record is on the disk."""
         self._partial.note_marked()
 
     def name(self, finished: Sequence[Filling]) -> None:
@@ -249,7 +249,7 @@ class PackedColumn(ThinningRows):
             filling.file.close()
 
     def give_back(self) -> None:
-        """Give back disk space that only somebody who goes on writing needs."""
+        """Give back disk space that only a writer needs."""
         self._partial.give_back()
 
     def put_back(self, finished: Sequence[Filling]) -> None:
@@ -424,7 +424,7 @@ class PackedColumn(ThinningRows):
         return self._fill_again(filling.file, filling.chunks, (filling.turn, filling.shard), first)
 
     def close(self) -> None:
-        """Close the files; what is mapped goes when nobody reads it any more."""
+        """Close the files; a mapping goes with the last array over it."""
         for filling in self._unnamed:
             filling.file.close()
         self._finished, self._filling = [], None
