@@ -34,7 +34,7 @@ def is_loopback(address: str) -> bool:
     """Return whether only this machine reaches an address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
+    except ValueError:  # no address of a network, as that of a Unix socket
         return True
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_loopback

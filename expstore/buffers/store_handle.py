@@ -26,7 +26,7 @@ from expstore.episodes.annotations import merge_info, pack_info
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
-from expstore.storages.base import Storage
+from expstore.storages.base import Hook, Storage
 from expstore.storages.engine.delete import GivenUp, RetainingStorage
 from expstore.storages.episode_lookup import check_episode
 from expstore.storages.folder import FolderStorage
@@ -34,7 +34,6 @@ from expstore.storages.follower import Origin
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
 from expstore.storages.snapshots.create import dump
-from expstore.storages.state_dict_methods import Hook
 from expstore.storages.stats import describe
 
 if TYPE_CHECKING:

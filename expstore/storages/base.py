@@ -11,10 +11,10 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -35,22 +35,24 @@ from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
+from expstore.schema.spec_text import check_specs
 from expstore.storages.batch import Payload, Rows, now_us
 from expstore.storages.columns.priorities import Priorities, check_priorities
 from expstore.storages.columns.sample_counts import Sampled
-from expstore.storages.field_specs import Described
 from expstore.storages.index_protocol import CatalogLike
-from expstore.storages.list_methods import Indexed
 from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
 from expstore.storages.snapshot_pin import Hold
-from expstore.storages.state_dict_methods import Stateful
 from expstore.storages.stats import Counters
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["REWARD", "Keys", "Rows", "Storage", "find_keys", "now_us", "sizes_of_rows"]
+    from expstore.storages.columns.arrow.capture import Held
+    from expstore.storages.columns.packed.column import PackedRows
+    from expstore.storages.new_field import Coming
+
+__all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us", "sizes_of_rows"]
 
 #: Rows of which the sizes are found at once by reading them.
 _SOME_ROWS = 64
@@ -58,7 +60,18 @@ _SOME_ROWS = 64
 _logger = logging.getLogger("expstore")
 
 
-class Storage(Described, Indexed, Stateful, ABC):
+#: Takes what is kept and returns what is to be kept instead, or the other way round.
+Hook = Callable[[Any], Any]
+
+
+class Holder(Protocol):
+    """What holds a storage, and remembers how its rows are made."""
+
+    def _renewed(self, storage: Any) -> None:
+        """Note that a storage has another content."""
+
+
+class Storage(ABC):
     """Keep rows under ever-growing ids, and know which of them can be read.
 
     Readable are the last `capacity` published ids. Threads: one writes at a time (`lock`), any number
@@ -71,13 +84,27 @@ class Storage(Described, Indexed, Stateful, ABC):
     """
 
     kind = "abstract"
+    #: Whether rows may be of no fixed size.
+    keeps_variable = False
+    #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
+    keeps_objects = False
+    #: Moves, twice, when fields come or go: their places are others then. Odd meanwhile.
+    reshapes: int = 0
+    #: As `expstore.schema.spec_text` has them; "": nothing is known.
+    specs: str = ""
+    #: Whether a row is one object, in the field `("_data",)`, and not a set of tensors.
+    object_rows = False
+    #: The dim along which rows that are TensorDicts of any shapes are stacked; None: they are not.
+    stack_dim: int | None = None
+    #: The tensorclass that rows came in, if it is known.
+    row_class: type | None = None
+    _holders: weakref.WeakSet[Holder] | None = None
     #: Where rows are handed out, though they lie in host memory; None: CPU.
     device: torch.device | None = None
 
     def __init__(self, capacity: int | None = None, *, ndim: int = 1) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
-        super().__init__()
         self.lock_order = LockOrder()
         #: The number of the next batch, and what else a restart needs to draw the same ones.
         self.draws = DrawState(order=self.lock_order)
@@ -496,6 +523,216 @@ class Storage(Described, Indexed, Stateful, ABC):
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (gaps and gaps.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
+
+    # -- fields ----------------------------------------------------------------------------------
+
+    @property
+    def unviewed_places(self) -> frozenset[int]:
+        """Fields of which rows are unpacked or put together where they are read: no views cost nothing."""
+        return frozenset()
+
+    def archived(self) -> Storage | None:
+        """Return where rows are that have left; None: nowhere."""
+        return None
+
+    @contextmanager
+    def moving_places(self, moves: bool = True) -> Iterator[None]:
+        """Let who reads fields by their places know that these are others afterwards, if they are."""
+        self.reshapes += moves
+        try:
+            yield
+        finally:
+            self.reshapes += moves
+
+    def check_described(self, schema: Schema) -> None:
+        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
+        self.check_kept(schema)
+        check_specs(self.specs, schema)
+
+    def check_kept(self, schema: Schema) -> None:
+        """Raise SchemaError if there are fields that this storage does not keep."""
+        if schema.variable and not self.keeps_variable:
+            entry = schema[schema.variable[0]]
+            raise SchemaError(
+                f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {self.kind} "
+                "storage cannot keep",
+                hint='make the store with expstore.open(..., storage="arrow")',
+            )
+
+    def describe_fields(self, specs: str) -> None:
+        """Keep the specs of the fields in the place of those that there are.
+
+        Args:
+            specs: Their text; "": nothing is known of them any more.
+
+        Raises:
+            SchemaError: The rows have other fields.
+            StateError: Nothing can be written here.
+            StorageError: The disk failed; nothing was changed.
+        """
+        with self.lock:
+            self.check_writable()
+            if self.schema is not None:
+                check_specs(specs, self.schema)
+            self._note_specs(specs)
+            self.specs = specs
+
+    def stored_specs(self) -> str:
+        """Return the text of the specs as it is just now."""
+        return self.specs
+
+    def _note_specs(self, specs: str) -> None:
+        """Bring the text to where the storage's settings are."""
+
+    def add_field(self, coming: Coming) -> None:
+        """Have one more field: all of it, or nothing.
+
+        Args:
+            coming: Which one, and the values of the rows that are there.
+
+        Raises:
+            StateError: Nothing can be written here, or this kind of storage cannot.
+        """
+        self.check_writable()
+        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")
+
+    def drop_field(self, key: Key, specs: str) -> None:
+        """Have one field less: all of it goes, or nothing.
+
+        Args:
+            key: Which one.
+            specs: What values fields may have from then on, as `expstore.schema.spec_text` has it.
+
+        Raises:
+            StateError: Nothing can be written here, or this kind of storage cannot.
+        """
+        self.check_writable()
+        raise StateError(f"a {self.kind} storage cannot get other fields", hint="make another store")
+
+    # -- a list of rows, as TorchRL has it -------------------------------------------------------
+
+    def get(self, index: Any) -> Any:
+        """Read rows by index, put together as they came: TensorDicts, tensors, trees of them, objects.
+
+        Args:
+            index: An integer for one row (of time, where `ndim` is larger than 1); a slice, integers, or a
+                mask for several.
+
+        Returns:
+            One row, or as many as asked for; objects in a list.
+
+        Raises:
+            NotFoundError: There is no such row.
+            StateError: The storage is closed, or has no fields yet.
+        """
+        from expstore.storages.indexing import get
+
+        return get(self, index)
+
+    def set(self, cursor: Any, data: Any) -> None:
+        """Replace rows by index; rows right behind the last one are appended.
+
+        Args:
+            cursor: An integer, several, or a slice.
+            data: One row for one integer, otherwise as many.
+
+        Raises:
+            NotFoundError: There is no such row, nor would it be the next.
+            SchemaError: The rows do not fit.
+        """
+        from expstore.storages.indexing import put
+
+        put(self, cursor, data)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.get(index)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        self.set(index, data)
+
+    def contains(self, item: Any) -> Any:
+        """Say which indices rows can be read at.
+
+        Args:
+            item: An integer, or a tensor of them; negative ones count from the end.
+
+        Returns:
+            A bool, or a tensor of bools.
+        """
+        from expstore.storages.indexing import contains
+
+        return contains(self, item)
+
+    def __contains__(self, item: object) -> bool:
+        return bool(self.contains(item))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield row after row, in the order of their indices."""
+        from expstore.storages.indexing import rows_of
+
+        return rows_of(self)
+
+    # -- the state that a program keeps ----------------------------------------------------------
+
+    def add_holder(self, holder: Holder) -> None:
+        """Tell somebody of every content that takes this one's place, for as long as they live."""
+        if self._holders is None:
+            self._holders = weakref.WeakSet()
+        self._holders.add(holder)
+
+    def tell_holders(self) -> None:
+        """Tell them now."""
+        for holder in list(self._holders or ()):
+            holder._renewed(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
+        return {"uuid": self.uuid, "last": self.window.last}
+
+    def packed_now(self) -> dict[int, PackedRows]:
+        """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
+        return {}
+
+    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
+        """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing for a state without rows: these are in the folder.
+
+        Raises:
+            StateError: The state holds rows.
+        """
+        if "rows" in state_dict:
+            raise StateError(
+                f"a {self.kind} storage keeps its rows itself, and this state holds some",
+                hint="load it into a LazyMemmapStorage, or use dumps() and loads()",
+            )
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Refuse: `state_dict` holds no rows here.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._no_hooks()
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Refuse: `state_dict` holds no rows here.
+
+        Raises:
+            StateError: Always.
+        """
+        raise self._no_hooks()
+
+    def before_dump(self) -> None:
+        """Note that a snapshot is about to be made."""
+
+    def _no_hooks(self) -> StateError:
+        return StateError(
+            f"a {self.kind} storage keeps its rows itself: state_dict() has none that a hook could change",
+            hint="change them before extend(), or when they have been read",
+        )
 
     # -- life ------------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from expstore.storages.engine.archive import Archive
 from expstore.storages.engine.archive_before_evict import ArchivingStorage
 from expstore.storages.engine.checkpointer import Checkpointer, Pin
 from expstore.storages.engine.opening import Opening
-from expstore.storages.engine.packed_columns import PackableStorage
 from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
@@ -275,13 +274,13 @@ def break_late() -> None:
 def break_reach() -> None:
     """Rows lie with others that are overwritten before them."""
 
-    geometry_for = PackableStorage.geometry_for
+    geometry_for = ZarrStorage.geometry_for
 
     def with_short_reach(self: Any, schema: Any, ring: Any) -> Any:
         found = geometry_for(self, schema, ring)
         return found.with_slots(found.spare, 0 if found.capacity is None else found.lanes)
 
-    PackableStorage.geometry_for = with_short_reach  # type: ignore[method-assign]
+    ZarrStorage.geometry_for = with_short_reach  # type: ignore[method-assign]
     column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 

@@ -49,7 +49,7 @@ LIMITS = {
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
-    "longest own inheritance chain of a storage": 11,
+    "longest own inheritance chain of a storage": 9,
     "public names of a storage": 129,
     "attributes of an open store's object": 39,
     "attributes of a base class written by a class in another file": 66,
@@ -59,7 +59,7 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 24,
     "functions that an extend runs": 100,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 814,
+    "phrases of the old prose": 813,
     "lines of README.md": 622,
 }
 

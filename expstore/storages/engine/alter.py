@@ -20,7 +20,7 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.flat import Column
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
-from expstore.storages.engine.packed_columns import PackableStorage
+from expstore.storages.engine.replace import DisplacingStorage
 from expstore.storages.folder import refuse_objects
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
@@ -30,7 +30,7 @@ from expstore.storages.new_field import Coming
 __all__ = ["ReshapableStorage"]
 
 
-class ReshapableStorage(PackableStorage):
+class ReshapableStorage(DisplacingStorage):
     """Let fields come and go.
 
     Threads: one field comes or goes at a time; others write and read meanwhile, and wait for the end of it.

@@ -110,11 +110,11 @@ class ArchivingStorage(RetainingStorage):
                 hint="give archive= its path; or False, and rows that leave are gone",
             )
 
-    def do_without_threads(self) -> None:
+    def _do_without_threads(self) -> None:
         """Write and sync on the calling thread alone from now on, the rows of the archive, too."""
-        super().do_without_threads()
+        super()._do_without_threads()
         if self.archive is not None:
-            self.archive.storage.do_without_threads()
+            self.archive.storage._do_without_threads()
 
     def _let_go(self) -> None:
         try:

@@ -585,13 +585,13 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         if opened and not self._closed and self.engine.lock_file.held:
             # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
             # And this thread may be inside `submit` of another pool, where it would wait for itself.
-            self.do_without_threads()
+            self._do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
             if self.warns_if_forgotten:
                 warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
 
-    def do_without_threads(self) -> None:
+    def _do_without_threads(self) -> None:
         """Write and sync on the calling thread alone from now on."""
         self.engine.pool.refuse()
         if self.columns is not None:

@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from expstore.errors import SnapshotError
-from expstore.storages.base import Storage
+from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
-from expstore.storages.state_dict_methods import Hook
 
 __all__ = ["PortableStorage"]
 

@@ -19,11 +19,10 @@ from expstore.episodes.log import LogEntry, unpack_entries
 from expstore.errors import CorruptionError, SchemaError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import OBJECT, Field
-from expstore.storages.base import Storage
+from expstore.storages.base import Hook, Storage
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import Frozen, frozen
-from expstore.storages.state_dict_methods import Hook
 
 if TYPE_CHECKING:
     import torch

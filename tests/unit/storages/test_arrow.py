@@ -178,8 +178,8 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.sync()
     storage.sync()
     assert len(segments(storage.path)) <= 3 < len(names)
-    assert storage._segments is not None
-    assert all(s.last > storage.last - storage.geometry.slots for s in storage._segments.segments)  # type: ignore[operator]
+    assert storage.columns.segments is not None
+    assert all(s.last > storage.last - storage.geometry.slots for s in storage.columns.segments.segments)  # type: ignore[operator]
     check(storage, window_ids(storage))
     storage.close()
     storage = new(tmp_path / "a.exp")
@@ -213,7 +213,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
     for _ in range(20):
         storage.sync()
         put(storage, 1)
-    found = storage._segments
+    found = storage.columns.segments
     assert found is not None
     assert sum(len(segment.headers) for segment in found.segments) < 250
     assert len(found.segments) < 5
@@ -244,12 +244,12 @@ def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None,
     storage.sync()
     check(storage, window_ids(storage))
     monkeypatch.setattr(storage.disk, "gate", real)
-    assert storage._segments is not None
-    batches = sum(len(segment.headers) for segment in storage._segments.segments)
+    assert storage.columns.segments is not None
+    batches = sum(len(segment.headers) for segment in storage.columns.segments.segments)
     for _ in range(4):  # one segment per sync
         put(storage, 1)
         storage.sync()
-    assert sum(len(segment.headers) for segment in storage._segments.segments) < batches - 20
+    assert sum(len(segment.headers) for segment in storage.columns.segments.segments) < batches - 20
     check(storage, window_ids(storage))
     storage.close()
 
@@ -332,7 +332,7 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
     for _ in range(12):
         put(storage, 1)
     storage.drain()
-    found = storage._segments
+    found = storage.columns.segments
     assert found is not None
     for last in (42 - lost, 30, 29):
         path = leave(storage, tmp_path)
@@ -543,7 +543,7 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     storage = new(tmp_path / "a.exp", compression=compression)
     for _ in range(6):
         put(storage, 30)
-    found = storage._segments
+    found = storage.columns.segments
     assert found is not None
     chosen = found.segments[0 if where == "first" else 1]
     number = len(chosen.headers) // 2
@@ -732,7 +732,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
     columns[2] = pa.array(long, pa.list_(pa.int32()))
     with storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
-    found = storage._segments
+    found = storage.columns.segments
     assert found is not None
     found._load()
     monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
@@ -753,7 +753,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
 def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any) -> None:
     storage = new(tmp_path / "a.exp", compression=packing)
     put(storage, 300)
-    found = storage._segments
+    found = storage.columns.segments
     assert found is not None
     chosen = found.segments[0]
     assert len(chosen.headers) > 2
