@@ -63,8 +63,8 @@ class AddressRange:
             file: Is open.
             at: Where in the range its first byte goes.
             size: How many bytes are mapped.
-            may_shrink: Whether its writer may cut off bytes at its end meanwhile, which nobody reads: to read
-                a page behind the end of the file ends the process (SIGBUS).
+            may_shrink: Whether its writer may cut off unused bytes at its end meanwhile. They must not be
+                read: a page behind the end of the file ends the process (SIGBUS).
         """
         if not may_shrink and file.size() < size:
             raise StorageError(f"{file.path} is shorter than the {size} bytes to be mapped")

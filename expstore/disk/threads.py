@@ -30,7 +30,7 @@ class Threads(ThreadPoolExecutor):
         self._refuses = False
 
     def refuse(self) -> None:
-        """Take no jobs any more: whoever has one does it on the calling thread."""
+        """Take no jobs any more; callers run theirs on their own thread."""
         self._refuses = True
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:

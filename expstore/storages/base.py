@@ -178,7 +178,7 @@ class Storage(ABC):
 
     @property
     def given_up(self) -> int:
-        """The same, as another process sees it."""
+        """As `retired`; a follower asks the control page of the writer."""
         return self._state.retired
 
     @property
@@ -516,10 +516,8 @@ class Storage(ABC):
         """Return whether no slot of these ids has been written to for a later row, or given to other rows."""
         state, depth = self._state, self.geometry.depth
         if depth is None:
-            gaps, retired = (
-                state.window.gaps,
-                state.retired,
-            )  # rows that leave there have their space given back
+            # Rows that leave a store without a capacity have their space given back.
+            gaps, retired = state.window.gaps, state.retired
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (gaps and gaps.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
@@ -675,13 +673,13 @@ class Storage(ABC):
     # -- the state that a program keeps ----------------------------------------------------------
 
     def add_holder(self, holder: Holder) -> None:
-        """Tell somebody of every content that takes this one's place, for as long as they live."""
+        """Tell an object of every content that takes this one's place; it is held weakly."""
         if self._holders is None:
             self._holders = weakref.WeakSet()
         self._holders.add(holder)
 
     def tell_holders(self) -> None:
-        """Tell them now."""
+        """Tell all holders now."""
         for holder in list(self._holders or ()):
             holder._renewed(self)
 

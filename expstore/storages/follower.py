@@ -512,7 +512,7 @@ class FollowerStorage(FolderStorage):
 
     @property
     def owner(self) -> Owner | None:
-        """The process that writes to the store; None: there is none."""
+        """The process that writes to the store; None: it has no writer."""
         return read_owner(self.disk, self.path / LOCK) if self._source.live else None
 
     # -- what only a writer does -----------------------------------------------------------------

@@ -59,7 +59,7 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 24,
     "functions that an extend runs": 100,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 813,
+    "phrases of the old prose": 808,
     "lines of README.md": 622,
 }
 

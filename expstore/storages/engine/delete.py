@@ -220,7 +220,7 @@ class RetainingStorage(ReshapableStorage):
                 files |= _punch(column, pages)
         if group.segments is not None:
             with self.engine.checkpointer.lock:  # a checkpoint may merge them
-                group.segments.note_left(*self._state.left(self.geometry.slots))
+                group.segments.note_left(*self._state.tombstones(self.geometry.slots))
                 group.segments.give_up()
         return files
 

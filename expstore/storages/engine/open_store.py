@@ -69,7 +69,7 @@ class OpenStore(RowState):
         """Have the checksums of other columns; the caller closes the former."""
         self.checksums = checksums
 
-    def left(self, slots: int | None) -> tuple[int, Gaps]:
+    def tombstones(self, slots: int | None) -> tuple[int, Gaps]:
         """Return which rows have left for good: all up to an id, and some above it.
 
         Args:

@@ -228,7 +228,7 @@ class Opening:
         return restored
 
     def _read_journal(self) -> Past | None:
-        """Read the journal; None: there is none yet."""
+        """Read the journal; None: the store is new."""
         folder = self._path / JOURNAL
         records = read_journal(self._disk, folder)
         if not records:
@@ -450,7 +450,7 @@ class Opening:
             return files, folders
         geometry = self._manifest.geometry
         if columns.segments is not None:
-            columns.segments.note_left(*store.left(geometry.slots))
+            columns.segments.note_left(*store.tombstones(geometry.slots))
         before = max(past.synced, store.window.low)
         if store.last > before:
             newer = geometry.runs(before + 1, store.last - before)

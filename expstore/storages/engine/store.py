@@ -435,7 +435,7 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         slots = self.geometry.slots
         newer = min(self.last - max(self.engine.checkpointer.covered, self.retired), slots or self.last)
         runs = self.geometry.runs(self.last - newer + 1, newer) if newer > 0 else []
-        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._state.left(slots))
+        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._state.tombstones(slots))
 
     def log_length(self) -> int:
         """Return how many bytes of episodes.log count."""

@@ -93,11 +93,6 @@ class Publish:
         first, _, _, count = _PUBLISH_HEAD.unpack_from(body)
         return int(first + count - 1)
 
-    @staticmethod
-    def rows_of(body: bytes) -> int:
-        """Return how many rows a packed record brings."""
-        return int(_PUBLISH_HEAD.unpack_from(body)[3])
-
     def pack(self) -> bytes:
         """Return the body."""
         return b"".join(self.parts())
