@@ -135,9 +135,9 @@ class Served:
     @property
     def generation(self) -> int:
         """How often the store has been opened for writing: ids are one row's for ever within one."""
-        storage = self.rb.storage
-        assert hasattr(storage, "manifest")
-        return int(storage.manifest.generation)
+        manifest = self.rb.storage.manifest
+        assert manifest is not None, "a served store has a folder"
+        return manifest.generation
 
     @property
     def codec(self) -> Codec:

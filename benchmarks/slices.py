@@ -154,8 +154,7 @@ class Lanes:
 
 
 def in_memory(capacity: int) -> Any:
-    storage = expstore.MemoryStorage(capacity, seed=1)
-    storage.flatten = True
+    storage = expstore.MemoryStorage(capacity, seed=1, flatten=True)
     return expstore.TensorDictReplayBuffer(storage=storage, sampler=sampler(), batch_size=BATCH)
 
 

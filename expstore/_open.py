@@ -30,11 +30,11 @@ from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Schema
 from expstore.storages.engine.open_settings import Durability, Mode, Settings
 from expstore.storages.factory import open_storage
-from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import LOCK
+from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
@@ -303,7 +303,7 @@ def _find(path: Path, mode: Mode, version: int | str | None) -> tuple[Path, Mode
     return find_version(disk, path, version), "r"
 
 
-def _open_storage(path: Path, capacity: int | None, settings: Settings) -> FolderStorage:
+def _open_storage(path: Path, capacity: int | None, settings: Settings) -> ReadView:
     if settings.mode == "r":
         return FollowerStorage(path, capacity, settings=settings)
     kept, schema = open_storage(path, capacity, settings=settings), settings.schema
@@ -318,7 +318,7 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> Folde
     return kept
 
 
-def _in_buffer(kept: FolderStorage, **keywords: Any) -> TensorDictReplayBuffer:
+def _in_buffer(kept: ReadView, **keywords: Any) -> TensorDictReplayBuffer:
     try:
         return TensorDictReplayBuffer(storage=kept, with_ids=True, **keywords)
     except BaseException:

@@ -42,7 +42,7 @@ def _die_without_farewell() -> None:
     """
     gc.freeze()
     if module := sys.modules.get("expstore.storages.engine.store"):
-        module.JournaledStorage.__del__ = lambda kept: None
+        module.Store.__del__ = lambda kept: None
 
 
 os.register_at_fork(after_in_child=_die_without_farewell)

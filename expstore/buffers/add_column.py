@@ -18,16 +18,17 @@ from expstore.buffers.indexing import ShapingHandle
 from expstore.buffers.updates import as_field
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.containers import form_of
-from expstore.errors import QueryError, SchemaError
+from expstore.errors import QueryError, SchemaError, StateError
 from expstore.schema.schema import DTYPES, Field
 from expstore.schema.spec_text import check_specs, leaves_of
 from expstore.specs import Composite
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
-from expstore.storages.base import Storage
-from expstore.storages.engine.backfill import check_coming, check_going, unmoved
+from expstore.storages.capabilities import FieldChanges
+from expstore.storages.engine.backfill import check_coming, check_going
 from expstore.storages.indexing import read_present
 from expstore.storages.new_field import Coming, Progress
+from expstore.storages.read_view import ReadView, unmoved
 
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs
@@ -96,7 +97,7 @@ class LateFields(ShapingHandle):
         storage, key = self._storage, to_key(name)
         if (fill is not _NOTHING) + (function is not None) + (sql is not None) != 1:
             raise TypeError("add_column takes one of fill=, function= and sql=")
-        storage.check_writable()
+        fields = _fields_of(storage)
         storage.require_schema()
         kind = None if dtype is None else _dtype_name(dtype)
         form = None if shape is None else ((shape,) if isinstance(shape, int) else tuple(shape))
@@ -116,7 +117,7 @@ class LateFields(ShapingHandle):
         else:
             later = None if default is None else _value_of(entry, default)
         rows = max(1, min(_ROWS, _BYTES // max(1, storage.require_schema().row_bytes)))
-        storage.add_field(
+        fields.add(
             Coming(
                 entry=entry,
                 default=later,
@@ -145,7 +146,7 @@ class LateFields(ShapingHandle):
             >>> rb.drop_column("advantage")
         """
         storage, key = self._storage, to_key(name)
-        storage.check_writable()
+        fields = _fields_of(storage)
         check_going(storage, key)
         for who in self._users_of(key):
             raise SchemaError(
@@ -154,7 +155,7 @@ class LateFields(ShapingHandle):
         specs, text = specs_of(storage), storage.stored_specs()
         if specs is not None and key in leaves_of(text):
             text = _without(specs, key)
-        storage.drop_field(key, text)
+        fields.drop(key, text)
         self._forget_ahead()
 
     def _stored(self, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
@@ -212,7 +213,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _entry_of(
-    storage: Storage, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
+    storage: ReadView, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
 ) -> Field:
     """Return the field, asking values what is not said."""
     if isinstance(given, _Values):
@@ -303,7 +304,7 @@ class _ByFunction(_Values):
 
 
 class _ByFormula(_Values):
-    def __init__(self, storage: Storage, catalog: Catalog, text: str) -> None:
+    def __init__(self, storage: ReadView, catalog: Catalog, text: str) -> None:
         from expstore.sql.expressions import Formula
 
         self._storage, self._catalog, self._text, self._formula = storage, catalog, text, Formula(text)
@@ -335,3 +336,15 @@ class _ByFormula(_Values):
                 f"{self._text!r} has values that {entry.dtype} does not have", hint="give another dtype="
             )
         return found.reshape(len(found), *entry.shape) if found[:1].size == entry.row_items else found
+
+
+def _fields_of(storage: ReadView) -> FieldChanges:
+    """Return what adds and drops the fields of a storage.
+
+    Raises:
+        StateError: Nothing can be written here, or this kind of storage cannot.
+    """
+    fields = storage.writer().fields
+    if fields is None:
+        raise StateError(f"a {storage.kind} storage cannot get other fields", hint="make another store")
+    return fields

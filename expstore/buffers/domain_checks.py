@@ -26,7 +26,7 @@ from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
 from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
@@ -60,7 +60,7 @@ def row_text(specs: Composite | None) -> str:
     return to_text(specs.clone().to("cpu").clear_device_())
 
 
-def specs_of(storage: Storage) -> Composite | None:
+def specs_of(storage: ReadView) -> Composite | None:
     """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
     text = storage.stored_specs()
     found: Composite | None = read_stored(text) if text else None
@@ -88,7 +88,7 @@ def asks_for_domain(validate: str) -> bool:
     return validate == "domain"
 
 
-def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
+def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
     """Raise SchemaError if a row has a value that its field's spec does not allow.
 
     Rows that are not taken in do not matter. The storage's lock is held; nothing is written.
@@ -115,7 +115,7 @@ def check_domain(storage: Storage, batch: Batch, known: Domain) -> Domain:
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)
     columns = batch.columns(schema)
     if storage.schema is None:  # else it was held against them when either of both came
-        storage.check_described(schema)
+        storage.writer().check_fields(schema)
     keys = storage.resolve_keys(schema) if storage.schema is None else storage.keys
     kept = StepReader(schema, keys).transitions(columns)
     rows = np.arange(batch.count) if kept is None else np.flatnonzero(kept)

@@ -17,7 +17,7 @@ from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, 
 if TYPE_CHECKING:
     from expstore.sql.result import Result
     from expstore.sql.sync import Catalog
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Episodes", "remote_session"]
 
@@ -53,7 +53,7 @@ class Episodes:
         >>> rb.episodes.end("robot-1")
     """
 
-    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+    def __init__(self, storage: ReadView, catalog: Catalog) -> None:
         self._storage, self._catalog = storage, catalog
 
     def __call__(
@@ -165,5 +165,5 @@ class Episodes:
 
     def remote_sessions(self) -> list[str]:
         """Return the ids of the remote sessions that are live."""
-        with self._storage.episode_lock:
+        with self._storage.locks.episodes:
             return [key.id for key in self._storage.episodes.live_sessions() if key.remote]

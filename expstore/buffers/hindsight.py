@@ -24,7 +24,7 @@ from expstore.transforms import StepTransform, StepView
 
 if TYPE_CHECKING:
     from expstore.schema.schema import Schema
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["HERReplayBuffer", "HindsightStrategy"]
@@ -178,7 +178,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         view.show_to(goals)
         return view
 
-    def _check_fields(self, storage: Storage) -> None:
+    def _check_fields(self, storage: ReadView) -> None:
         """Raise an error if the rows do not have what is needed."""
         schema = storage.require_schema()
         if schema is self._checked:
@@ -202,7 +202,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             )
         self._checked = schema
 
-    def _runs_of(self, storage: Storage) -> Runs:
+    def _runs_of(self, storage: ReadView) -> Runs:
         """Return the runs of steps that are episodes here."""
         keys, schema = storage.keys, storage.require_schema()
         told = (keys.done, keys.terminated, keys.truncated, keys.trajectory)

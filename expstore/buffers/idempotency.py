@@ -15,7 +15,7 @@ from expstore.errors import StateError
 from expstore.storages.batch import now_us
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.writers.writers import Writer
 
 __all__ = ["find_write", "is_known", "known_numbers", "make_key", "numbers_in_part", "numbers_of", "spread"]
@@ -42,22 +42,22 @@ def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> W
     return WriteKey.of(key, digest)
 
 
-def find_write(storage: Storage, key: WriteKey) -> Written | None:
+def find_write(storage: ReadView, key: WriteKey) -> Written | None:
     """Return what has come of the write with a key; None: it was not made.
 
     Raises:
         StateError: The key is that of another write, or the storage cannot be written.
     """
     storage.check_writable()  # after an interruption only the journal knows what was written
-    return storage.write_keys.find(key, now_us())
+    return storage.state.write_keys.find(key, now_us())
 
 
-def is_known(storage: Storage, key: WriteKey | None) -> bool:
+def is_known(storage: ReadView, key: WriteKey | None) -> bool:
     """Return whether the write with a key was made: by another thread, perhaps, while this one waited."""
-    return key is not None and storage.write_keys.find(key, now_us()) is not None
+    return key is not None and storage.state.write_keys.find(key, now_us()) is not None
 
 
-def known_numbers(storage: Storage, key: WriteKey, return_ids: bool) -> IntArray | None:
+def known_numbers(storage: ReadView, key: WriteKey, return_ids: bool) -> IntArray | None:
     """Return indices, or ids, of the rows that were written under a key.
 
     None: there are none, or rows of the batch were dropped, and it must be looked at again. Shape `(n,)`.
@@ -66,7 +66,7 @@ def known_numbers(storage: Storage, key: WriteKey, return_ids: bool) -> IntArray
     return None if known is None or known.dropped else numbers_of(storage, known, return_ids)
 
 
-def numbers_in_part(storage: Storage, known: Written, kept: Array | None, return_ids: bool) -> IntArray:
+def numbers_in_part(storage: ReadView, known: Written, kept: Array | None, return_ids: bool) -> IntArray:
     """Do as `known_numbers` for a batch of which rows were dropped: -1 stands for these.
 
     Args:
@@ -83,7 +83,7 @@ def numbers_in_part(storage: Storage, known: Written, kept: Array | None, return
     return spread(numbers_of(storage, known, return_ids), kept)
 
 
-def numbers_of(storage: Storage, known: Written, return_ids: bool) -> IntArray:
+def numbers_of(storage: ReadView, known: Written, return_ids: bool) -> IntArray:
     """Return indices, or ids, of the rows that a write has come to. Shape `(n,)`."""
     ids = np.arange(known.first_id, known.last_id + 1)
     return ids if return_ids else storage.geometry.indices_of(ids, run=True)

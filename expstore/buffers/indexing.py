@@ -28,10 +28,9 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import OBJECT
-from expstore.storages.base import Storage
-from expstore.storages.engine.backfill import unmoved
 from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
+from expstore.storages.read_view import ReadView, unmoved
 from expstore.transforms import Compose, StepView
 
 __all__ = ["ShapingHandle", "to_array"]
@@ -64,7 +63,7 @@ class ShapingHandle(DrawingHandle):
 
     def __init__(
         self,
-        storage: Storage,
+        storage: ReadView,
         sampler: Sampler,
         *,
         collate_fn: Callable[[Any], Any] | None,
@@ -134,7 +133,7 @@ class ShapingHandle(DrawingHandle):
                 hint="rb[rows] = rows, or set_at_()",
             )
         with storage.lock:
-            storage.check_writable()
+            writer = storage.writer()
             ids, shape = find(storage, index, self.dim_extend)
             if len(self._transform):
                 data = self._transform.inverse(data, single=shape == ())
@@ -142,7 +141,7 @@ class ShapingHandle(DrawingHandle):
                 # As the index has it, not as time and lanes have it.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
                 batch = take(data, layout, single=shape == (), skip=self._skipped_keys())
-                replace_rows(storage, ids, batch)
+                replace_rows(writer, ids, batch)
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class ShapingHandle(DrawingHandle):
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        reshapes, known = self._storage.reshapes, self._form
+        reshapes, known = self._storage.epochs.fields, self._form
         if known is None or known[0] != reshapes:
             known = self._form = reshapes, form_of(self._storage)
         form = known[1]
@@ -380,7 +379,7 @@ class ShapingHandle(DrawingHandle):
         self._forget_ahead()
         return self
 
-    def set_storage(self, storage: Storage, collate_fn: Callable[[Any], Any] | None = None) -> Storage:
+    def set_storage(self, storage: ReadView, collate_fn: Callable[[Any], Any] | None = None) -> ReadView:
         """Read and write another storage from now on; return the one before, which stays open.
 
         Args:
@@ -395,7 +394,7 @@ class ShapingHandle(DrawingHandle):
         former = self._storage
         if former.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if not isinstance(storage, Storage):
+        if not isinstance(storage, ReadView):
             raise TypeError(f"rows are kept by a Storage, not by {type(storage).__name__}")
         self._hold(storage)
         self._collate_fn = collate_fn
@@ -441,7 +440,7 @@ def to_array(values: Any) -> Array:
     return np.asarray(values)
 
 
-def _check_limit(storage: Storage, ids: IntArray) -> None:
+def _check_limit(storage: ReadView, ids: IntArray) -> None:
     """Raise QueryError if these rows are more than this thread may read at once."""
     if (limit := READ_LIMIT.get()) is not None:
         limit.check(storage, ids)

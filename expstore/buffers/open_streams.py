@@ -13,7 +13,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.errors import SchemaError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 from expstore.storages.sessions import end_unnamed
 
 __all__ = ["Tails"]
@@ -39,7 +39,7 @@ class Tails:
         if len(set(keys)) != len(keys):
             raise ValueError("end, terminated and truncated keys must be distinct.")
 
-    def check(self, storage: Storage, sampler: Any) -> None:
+    def check(self, storage: ReadView, sampler: Any) -> None:
         """Raise if the streams of a storage cannot be closed, so that its sampler sees it.
 
         Raises:
@@ -67,21 +67,21 @@ class Tails:
                 hint="leave traj_key out: the store tells streams apart by itself",
             )
 
-    def close(self, storage: Storage) -> None:
+    def close(self, storage: ReadView) -> None:
         """Close the streams of a storage."""
-        with storage.turn, storage.lock:
+        with storage.locks.extend, storage.lock:
             ids = self._open(storage)
             if ids.size:
                 places, columns = self._closed(storage, ids)
-                storage.change(ids, places, columns)
+                storage.writer().change(ids, places, columns)
             end_unnamed(storage)
 
-    def _open(self, storage: Storage) -> IntArray:
+    def _open(self, storage: ReadView) -> IntArray:
         """Return the newest rows of the episodes without a name that are not over."""
         lasts = np.array(storage.episodes.tails(), np.int64)
         return np.sort(lasts[storage.window.holds(lasts)])
 
-    def _closed(self, storage: Storage, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
+    def _closed(self, storage: ReadView, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
         schema = storage.require_schema()
         done = self._read(storage, ids, self.end)
         places, columns = [schema.place(self.end)], [np.ones_like(done)]
@@ -95,6 +95,6 @@ class Tails:
             columns.append(truncated)
         return places, columns
 
-    def _read(self, storage: Storage, ids: IntArray, key: Key) -> Array:
+    def _read(self, storage: ReadView, ids: IntArray, key: Key) -> Array:
         (column,) = storage.read(ids, [storage.place_of(key)])
         return column

@@ -15,8 +15,8 @@ from expstore.buffers.arguments import made
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
-from expstore.storages.base import Storage
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["PrioritizedReplayBuffer", "TensorDictPrioritizedReplayBuffer"]
 
@@ -48,10 +48,10 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         beta: float,
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
-        storage: Storage | Callable[[], Storage] | None = None,
+        storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        storage = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype)
         super().__init__(storage=storage, sampler=sampler, **keywords)
 
@@ -91,10 +91,10 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         eps: float = 1e-8,
         dtype: torch.dtype = torch.float32,
         reduction: Reduction = "max",
-        storage: Storage | Callable[[], Storage] | None = None,
+        storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        storage = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype, reduction)
         super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **keywords)
 

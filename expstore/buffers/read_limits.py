@@ -16,7 +16,7 @@ import numpy as np
 from expstore.core.values import IntArray
 from expstore.errors import QueryError
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage, sizes_of_rows
+from expstore.storages.read_view import ReadView
 
 __all__ = ["READ_LIMIT", "ReadLimit", "limit_reads"]
 
@@ -52,14 +52,14 @@ class ReadLimit:
         if count * each > self.size:
             raise self._too_large(count, count * each, self.size // each)
 
-    def check(self, storage: Storage, ids: IntArray) -> None:
+    def check(self, storage: ReadView, ids: IntArray) -> None:
         """Raise QueryError (kind "too_large") if these rows take too much. Shape `(n,)`."""
         schema = storage.schema
         if schema is None:
             return
         self.check_count(schema, ids.size)
         if schema.variable:
-            sizes = sizes_of_rows(storage, ids) * (_BYTE_CHARACTERS if self.text else 1)
+            sizes = storage.sizes_of(ids) * (_BYTE_CHARACTERS if self.text else 1)
             ends = np.cumsum(sizes + self.row_bytes(schema))
             if ids.size and ends[-1] > self.size:
                 fitting = int(np.searchsorted(ends, self.size, side="right"))

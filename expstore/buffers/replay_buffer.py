@@ -47,9 +47,9 @@ from expstore.samplers.torchrl_adapter import adapt
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.engine.backfill import unmoved
 from expstore.storages.indexing import OVERTAKEN, PATIENCE, prepare
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.read_view import ReadView, unmoved
 from expstore.storages.sessions import end_episodes
 from expstore.trajectories.search import find_trajectories
 from expstore.transforms import StepView
@@ -112,7 +112,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
     def __init__(
         self,
         *,
-        storage: Storage | Callable[[], Storage] | None = None,
+        storage: ReadView | Callable[[], ReadView] | None = None,
         sampler: Sampler | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
@@ -140,7 +140,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         drawing = None if sampler is None else adapt(called(sampler, "sample"))
         check_predictable(batch_size, drawing)
         self._unit = check_unit(sample_unit, drawing)
-        kept = MemoryStorage(1000) if storage is None else made(storage, Storage, "get")
+        kept = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
         self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
         super().__init__(
             kept,
@@ -254,8 +254,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
         self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
     ) -> IntArray:
         storage = self._storage
-        with storage.turn, storage.lock:
-            storage.check_writable()
+        with storage.locks.extend, storage.lock:
+            writable = storage.writer()
             self._writer.check()
             written = None if key is None else idempotency.find_write(storage, key)
             if written is not None and not written.dropped:
@@ -264,7 +264,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 return np.zeros(0, np.int64)
             if batch.validated:
                 self._domain = check_domain(storage, batch, self._domain)
-            schema, reader = self._prepared(batch)
+            schema, reader = self._prepared(writable, batch)
             columns = batch.columns(schema)
             kept = reader.transitions(columns)
             if written is not None:
@@ -278,10 +278,10 @@ class ReplayBuffer(Patching, LateFields, Direct):
             steps.session = batch.session
             priorities = self._given_priorities(schema, columns) if batch.prioritized else None
             last = storage.window.last
-            ids = self._writer.write(storage, columns, steps, source=source, info=info, **more)
+            ids = self._writer.write(writable, columns, steps, source=source, info=info, **more)
             run = storage.window.last - last == ids.size  # all were appended: their ids follow one another
             if priorities is not None:
-                storage.set_priorities(ids, priorities)
+                writable.set_priorities(ids, priorities)
             self._sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else idempotency.spread(numbers, kept)
@@ -548,7 +548,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             numbers, values = numbers[numbers != -1], values[numbers != -1]
         with self._storage.lock:
             ids = numbers if id is not None else self._storage.geometry.ids_at(numbers, self._storage.window)
-            count = self._storage.set_priorities(ids, values)
+            count = self._storage.writer().set_priorities(ids, values)
         self._sampler.on_priority_update(self._storage, ids, values)
         return count
 
@@ -620,7 +620,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _attached(self, storage: Storage) -> None:
+    def _attached(self, storage: ReadView) -> None:
         self._writer.register_storage(storage)
         super()._attached(storage)
 
@@ -669,9 +669,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
             former, self._writer = self._writer, writer
         return former
 
-    def _prepared(self, batch: Batch) -> tuple[Schema, StepReader]:
+    def _prepared(self, storage: Storage, batch: Batch) -> tuple[Schema, StepReader]:
         """Return the schema, fixed by the first rows, and what reads steps."""
-        storage = self._storage
         if storage.schema is None:
             self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
             self._writer.begin(storage)
@@ -697,5 +696,5 @@ class ReplayBuffer(Patching, LateFields, Direct):
         check_batch_size(size)
         return int(size)
 
-    def _default_writer(self, storage: Storage) -> Writer:
+    def _default_writer(self, storage: ReadView) -> Writer:
         return default_writer(storage)

@@ -20,7 +20,9 @@ from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
 from expstore.episodes.fragments import all_ids
 from expstore.errors import ExpStoreError, StateError
-from expstore.storages.engine.delete import GivenUp, RetainingStorage
+from expstore.storages.capabilities import GivenUp
+from expstore.storages.capabilities import Retention as Deletion
+from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
     from expstore.samplers.filter import Filter
@@ -38,20 +40,21 @@ class Retention:
 
     Threads: one applies at a time; others write and read meanwhile. The thread that applies it in the
     background holds this weakly, and ends with it. Processes: only the store's writer applies. Crashes: as
-    `RetainingStorage`.
+    `expstore.storages.engine.delete.Deletion`.
 
     Args:
         storage: Whose rows leave.
+        deletion: Deletes them.
         catalog: Its index.
 
     Example:
-        >>> Retention(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
+        >>> retention_of(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
         0
     """
 
-    def __init__(self, storage: RetainingStorage, catalog: Catalog) -> None:
-        self._storage, self._catalog = storage, catalog
-        self._turn = storage.lock_order.ranked("retention", threading.Lock())
+    def __init__(self, storage: ReadView, deletion: Deletion, catalog: Catalog) -> None:
+        self._storage, self._deletion, self._catalog = storage, deletion, catalog
+        self._turn = storage.locks.order.ranked("retention", threading.Lock())
         self._filter: Filter | None = None
         self._told = ""  # of which trouble in the background
         self._ended = threading.Event()
@@ -78,12 +81,21 @@ class Retention:
     def go_round(self) -> None:
         """Apply the stored policy; say what is wrong once."""
         try:
-            self.apply(Retain(**self._storage.manifest.retain))
+            self.apply(self._deletion.policy or Retain())
             self._told = ""
         except ExpStoreError as exc:
             if not self._storage.closed and str(exc) != self._told:
                 self._told = str(exc)
                 _log.warning("rows could not be given up: %s", exc)
+
+    def keep(self, policy: Retain) -> None:
+        """Keep a policy in the store; on the disk when this returns.
+
+        Raises:
+            StateError: The store is a ring, closed, or cannot be written.
+            StorageError: The disk failed; nothing was changed.
+        """
+        self._deletion.keep_policy(policy.to_json())
 
     # -- what is to leave ------------------------------------------------------------------------
 
@@ -116,10 +128,10 @@ class Retention:
                 return GivenUp()
             going = self._find(policy)
             if not dry_run:
-                return storage.give_up(going) if going.size else GivenUp()
+                return self._deletion.delete(going) if going.size else GivenUp()
             with storage.lock:
-                rows = storage.rows_of(going).ids
-            return GivenUp(int(going.size), rows, int(rows * storage.bytes_per_row()))
+                rows = self._deletion.rows_of(going).ids
+            return GivenUp(int(going.size), rows, int(rows * self._deletion.bytes_per_row()))
 
     def _find(self, policy: Retain) -> IntArray:
         """Return the episodes that are to leave, ascending. Shape `(n,)`."""
@@ -140,7 +152,7 @@ class Retention:
     def _fragments(self, episodes: IntArray) -> tuple[IntArray, IntArray]:
         """Return the fragments of episodes, and the place of each one's episode."""
         storage = self._storage
-        with storage.episode_lock:
+        with storage.locks.episodes:
             rows = storage.episodes.fragments.rows
             chosen = rows[:, np.isin(rows[0], episodes) & (rows[3] > storage.window.low)]
         return chosen, np.searchsorted(episodes, chosen[0])
@@ -169,7 +181,7 @@ class Retention:
         storage = self._storage
         fragments, places = self._fragments(episodes)
         rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)
-        each = storage.bytes_per_row()
+        each = self._deletion.bytes_per_row()
         excess = len(storage) - float(rows[going].sum()) - most / each
         rows[going] = 0
         before = np.cumsum(rows) - rows
@@ -205,15 +217,16 @@ def _end(ended: threading.Event, thread: threading.Thread, process: int) -> None
         thread.join()
 
 
-def retention_of(storage: object, catalog: Catalog) -> Retention:
+def retention_of(storage: ReadView, catalog: Catalog) -> Retention:
     """Return what applies policies to a storage.
 
     Raises:
         StateError: Its rows do not leave so.
     """
-    if not isinstance(storage, RetainingStorage):
+    deletion = None if storage.follows else storage.writer().retention
+    if deletion is None:
         raise StateError(
             "only the writer of a store on disk gives up rows by a policy",
             hint="open it with expstore.open(path), without a capacity",
         )
-    return Retention(storage, catalog)
+    return Retention(storage, deletion, catalog)

@@ -21,7 +21,7 @@ from expstore.samplers.torchrl_adapter import chosen
 
 if TYPE_CHECKING:
     from expstore.samplers.base import Sampler
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["SampleUnit", "Sequence", "Transition", "check_unit", "reduce_to_anchors"]
@@ -47,7 +47,7 @@ class SampleUnit(ABC):
     reads: frozenset[Key] = frozenset()
 
     @abstractmethod
-    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+    def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
         """Return the rows of a batch, by index.
 
         Args:
@@ -60,7 +60,7 @@ class SampleUnit(ABC):
             The index of other rows, and what is said of each of these.
         """
 
-    def select(self, anchors: Selection, storage: Storage) -> Selection | None:
+    def select(self, anchors: Selection, storage: ReadView) -> Selection | None:
         """Return the rows of a batch: what buffers ask for.
 
         Args:
@@ -87,11 +87,11 @@ class Transition(SampleUnit):
         >>> rb = ReplayBuffer(storage=MemoryStorage(10), sample_unit=Transition(), batch_size=4)
     """
 
-    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+    def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
         """Return what was given."""
         return index, info
 
-    def select(self, anchors: Selection, storage: Storage) -> Selection:
+    def select(self, anchors: Selection, storage: ReadView) -> Selection:
         """Return the anchors."""
         return anchors
 
@@ -184,7 +184,7 @@ class Sequence(SampleUnit):
         """How many rows a window has."""
         return self.burn_in + self.length + self.bootstrap
 
-    def expand(self, index: Any, info: dict[Any, Any], storage: Storage) -> tuple[Any, dict[Any, Any]]:
+    def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
         """Return the rows of a window around each of some rows, by index.
 
         Args:
@@ -206,7 +206,7 @@ class Sequence(SampleUnit):
         told.pop("anchor_id")
         return _index_of(storage, rows.ids), {key: torch.from_numpy(values) for key, values in told.items()}
 
-    def select(self, anchors: Selection, storage: Storage) -> Selection | None:
+    def select(self, anchors: Selection, storage: ReadView) -> Selection | None:
         """Return the rows of a window around each anchor.
 
         Raises:
@@ -250,7 +250,7 @@ class Sequence(SampleUnit):
         found = np.clip(wanted, first[:, None], last[:, None])
         return found, found == wanted
 
-    def _runs_of(self, storage: Storage) -> Runs:
+    def _runs_of(self, storage: ReadView) -> Runs:
         if self.done_key == _DONE:
             return storage.runs
         return self._trajectories.of(storage)
@@ -262,7 +262,7 @@ class Sequence(SampleUnit):
         )
 
 
-def _index_of(storage: Storage, ids: IntArray) -> Any:
+def _index_of(storage: ReadView, ids: IntArray) -> Any:
     """Return the index of rows as code written for torchrl takes it."""
     numbers = storage.geometry.index_of(ids)
     if storage.ndim == 1:

@@ -23,7 +23,7 @@ from expstore.core.values import Selection
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.torchrl_adapter import adapt, given
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["DrawingHandle"]
 
@@ -48,7 +48,7 @@ class DrawingHandle(StoreHandle):
 
     def __init__(
         self,
-        storage: Storage,
+        storage: ReadView,
         sampler: Sampler,
         *,
         prefetch: int,
@@ -64,7 +64,7 @@ class DrawingHandle(StoreHandle):
         self._generator = generator
         self._attached(storage)
 
-    def _attached(self, storage: Storage) -> None:
+    def _attached(self, storage: ReadView) -> None:
         self._forget_ahead()
         generator = self._generator
         self._unbind()  # schema and seed may be others
@@ -117,7 +117,7 @@ class DrawingHandle(StoreHandle):
     def _draws(self) -> Draws:
         worker = torch.utils.data.get_worker_info()
         self._storage.draws.watch(None)
-        return Draws(self._storage.seed, self._storage.stream() if worker is None else worker.seed)
+        return Draws(self._storage.seed, self._storage.draw_stream() if worker is None else worker.seed)
 
     @cached_property
     def _ahead(self) -> Prefetcher:
@@ -125,7 +125,7 @@ class DrawingHandle(StoreHandle):
 
     def _changes(self) -> object:
         """Return what is another value when batches made before are not those of now."""
-        return self._storage.changes, self._storage.reshapes
+        return self._storage.changes, self._storage.epochs.fields
 
     def _forget_ahead(self) -> None:
         if "_ahead" in self.__dict__:
@@ -197,18 +197,18 @@ class DrawingHandle(StoreHandle):
         """Take over what `state_dict` returned; buffers say more."""
         storage, state = self._storage, state_dict
         self._check_state(state)
-        storage.check_writable()
+        writer = storage.writer()
         generator = state["_rng"]
         if self._generator is not None:
             set_state(self._generator, generator)
         if "rows" in state["_storage"]:
-            storage.load_state_dict(state["_storage"])
+            writer.load_state_dict(state["_storage"])
         self._forget_ahead()
         if self._generator is not None:
             self.set_rng(self._generator)
         self._sampler.load_state_dict(state["_sampler"])
         if "rows" not in state["_storage"]:  # else the storage has them again
-            storage.set_draws(int(state["_draws"]["draw"]), state["_draws"]["progress"])
+            writer.set_draws(int(state["_draws"]["draw"]), state["_draws"]["progress"])
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error if a state does not fit."""

@@ -13,7 +13,7 @@ from typing import Any
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.samplers.base import Sampler
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["SeededReplayBuffer"]
 
@@ -36,7 +36,7 @@ class SeededReplayBuffer(TensorDictReplayBuffer):
         >>> SeededReplayBuffer(rb.storage, RandomSampler(), seed=7).draw(0, 32)
     """
 
-    def __init__(self, storage: Storage, sampler: Sampler, *, seed: int) -> None:
+    def __init__(self, storage: ReadView, sampler: Sampler, *, seed: int) -> None:
         self._seed = seed
         self._count = itertools.count()
         super().__init__(storage=storage, sampler=sampler, with_ids=True)

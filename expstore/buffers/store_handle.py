@@ -26,11 +26,11 @@ from expstore.episodes.annotations import merge_info, pack_info
 from expstore.errors import StateError
 from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
-from expstore.storages.base import Hook, Storage
-from expstore.storages.engine.delete import GivenUp, RetainingStorage
+from expstore.storages.base import Hook
+from expstore.storages.capabilities import GivenUp
 from expstore.storages.episode_lookup import check_episode
-from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import Origin
+from expstore.storages.read_view import ReadView
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
 from expstore.storages.snapshots.create import dump
@@ -56,23 +56,23 @@ class StoreHandle:
     #: Attributes that belong to one storage in one process; a copy, and new content, begin without them.
     _bound: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ReadView) -> None:
         self._storage = storage
         self._origin = Origin.of(storage)
         storage.use_catalog(self._catalog)
-        storage.add_holder(self)
+        storage.holders.add(self)
         _handles.add(self)
         self._retain_on()
 
-    def _renewed(self, storage: Storage) -> None:
+    def _renewed(self, storage: ReadView) -> None:
         """Be told by a storage that it has another content: what was made for the former one is forgotten."""
         if self.__dict__.get("_storage") is storage:
             self._attached(storage)
 
-    def _attached(self, storage: Storage) -> None:
+    def _attached(self, storage: ReadView) -> None:
         """Be told of a storage that is there from now on, or whose content is another one."""
 
-    def _hold(self, storage: Storage) -> None:
+    def _hold(self, storage: ReadView) -> None:
         """Hold another storage from now on; after an error the one before."""
         former = self._storage, self._origin
         self._let_retention_go()
@@ -80,7 +80,7 @@ class StoreHandle:
         self._storage, self._origin = storage, Origin.of(storage)
         try:
             storage.use_catalog(self._catalog)
-            storage.add_holder(self)
+            storage.holders.add(self)
             self._attached(storage)
             self._retain_on()
         except BaseException:
@@ -94,7 +94,7 @@ class StoreHandle:
     # -- what a fork and a copy in another process make anew, when first needed ------------------
 
     @cached_property
-    def _storage(self) -> Storage:
+    def _storage(self) -> ReadView:
         if self._origin is None:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         storage = self.__dict__["_storage"] = self._origin.follow()
@@ -120,7 +120,7 @@ class StoreHandle:
     def _retain_on(self) -> None:
         """Apply the store's policy in the background, if it has one."""
         storage = self._storage
-        if isinstance(storage, RetainingStorage) and storage.manifest.retain and storage.can_write:
+        if storage.can_write and self.retained is not None:
             self._retention.start()
 
     def _let_retention_go(self) -> None:
@@ -181,7 +181,7 @@ class StoreHandle:
 
     def empty(self) -> None:
         """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring."""
-        self._storage.clear()
+        self._storage.writer().clear()
 
     def flush(self) -> None:
         """Bring everything to the disk: rows, priorities and the number of the next draw.
@@ -189,8 +189,7 @@ class StoreHandle:
         Raises:
             StorageError: The disk failed; the store must be opened again.
         """
-        self._storage.check_writable()
-        self._storage.sync()
+        self._storage.writer().sync()
 
     def refresh(self) -> None:
         """Bring what goes with the rows that another process has written; does nothing in the writer itself.
@@ -228,7 +227,7 @@ class StoreHandle:
             >>> rb.dumps("backup")
             >>> expstore.open("backup").sample(32)
         """
-        return dump(self._storage, path, keep=keep, sampler=self._sampler_settings())
+        return dump(self._storage.writer(), path, keep=keep, sampler=self._sampler_settings())
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
         """Do as `dumps`."""
@@ -250,11 +249,11 @@ class StoreHandle:
             SnapshotError: There is a version of this name.
             StateError: The store has no folder; otherwise as `dumps`.
         """
-        folder = self._storage.path if isinstance(self._storage, FolderStorage) else None
+        folder = self._storage.path
         if path is None and folder is None:
             raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
         place = path or Path(folder or ".") / OWN_FOLDER
-        return dump(self._storage, place, tag=name, sampler=self._sampler_settings())
+        return dump(self._storage.writer(), place, tag=name, sampler=self._sampler_settings())
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
         """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
@@ -275,11 +274,11 @@ class StoreHandle:
             CorruptionError: The version is damaged.
             StateError: The store is closed, or open for reading only.
         """
-        storage = self._storage
+        storage = self._storage.writer()
         folder = find_version(storage.disk, local_path(path), version)
         storage.load_version(folder)
         self._set_sampler(Version.load(storage.disk, folder).sampler)
-        storage.tell_holders()
+        storage.holders.tell(storage)
 
     def _sampler_settings(self) -> dict[str, Any]:
         """Return what a version keeps of the sampler."""
@@ -294,11 +293,11 @@ class StoreHandle:
 
     def register_save_hook(self, hook: Hook) -> None:
         """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
-        self._storage.register_save_hook(hook)
+        self._storage.writer().register_save_hook(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
         """Have the storage's `load_state_dict` take what a hook returns; see `PortableStorage`."""
-        self._storage.register_load_hook(hook)
+        self._storage.writer().register_load_hook(hook)
 
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, let others open the store."""
@@ -378,11 +377,11 @@ class StoreHandle:
         """
         storage, changes = self._storage, pack_info(info)
         with storage.lock:
-            storage.check_writable()
+            writer = storage.writer()
             entry = self._catalog.find_episode(check_episode(episode_id))
             text = merge_info(entry.text, changes)
             if text != entry.text:
-                storage.annotate(dataclasses.replace(entry, text=text))
+                writer.annotate(dataclasses.replace(entry, text=text))
         return dict(json.loads(text)) if text else {}
 
     def retain(self, policy: Retain | Mapping[str, Any] | None) -> None:
@@ -403,17 +402,14 @@ class StoreHandle:
         """
         wanted, retention = Retain() if policy is None else Retain.of(policy), self._retention
         retention.check(wanted)
-        storage = self._storage
-        assert isinstance(storage, RetainingStorage)
-        storage.note_policy(wanted.to_json())
+        retention.keep(wanted)
         self._retain_on()
 
     @property
     def retained(self) -> Retain | None:
         """Which rows are to stay; None: all of them."""
-        storage = self._storage
-        kept = storage.manifest.retain if isinstance(storage, FolderStorage) else {}
-        return Retain(**kept) if kept else None
+        manifest = self._storage.manifest
+        return Retain(**manifest.retain) if manifest is not None and manifest.retain else None
 
     def apply_retention(self, *, dry_run: bool = False) -> GivenUp:
         """Give up now the rows that the store's policy does not keep.
@@ -443,7 +439,7 @@ class StoreHandle:
         return describe(self._storage) | self._storage.more_stats()
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> ReadView:
         """Where the rows are."""
         return self._storage
 
@@ -474,7 +470,7 @@ class StoreHandle:
         Example:
             >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
         """
-        self._storage.describe_fields(row_text(specs))
+        self._storage.writer().describe_fields(row_text(specs))
 
     @property
     def write_count(self) -> int:
@@ -496,7 +492,7 @@ class StoreHandle:
         """One line that says what opening recovered after an unclean stop; None otherwise."""
         return self._storage.counters.recovered
 
-    def _refreshed(self) -> Storage:
+    def _refreshed(self) -> ReadView:
         storage = self._storage
         if not storage.closed:
             storage.follow()

@@ -20,8 +20,8 @@ from expstore.core.values import Array, Key, Selection, key_name, to_key
 from expstore.data.batch import Batch
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
 from expstore.storages.columns.priorities import check_priorities
+from expstore.storages.read_view import ReadView
 from expstore.writers.writers import TensorDictRoundRobinWriter, Writer, default_writer
 
 __all__ = ["TensorDictReplayBuffer"]
@@ -77,7 +77,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
     def _counts_priorities(self, asked: bool | None) -> bool:
         return asked is not False
 
-    def _default_writer(self, storage: Storage) -> Writer:
+    def _default_writer(self, storage: ReadView) -> Writer:
         return TensorDictRoundRobinWriter() if storage.ranking is None else default_writer(storage)
 
     def _to_batch(self, data: Any, *, single: bool) -> Batch:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, Self
 
 from expstore.errors import StateError
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["Direct"]
 
@@ -24,7 +24,7 @@ class Direct:
         (True, True)
     """
 
-    _storage: Storage
+    _storage: ReadView
     #: TorchRL's word for a buffer that other processes write to: none is.
     shared: bool
 

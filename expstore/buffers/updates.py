@@ -25,8 +25,8 @@ from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
-from expstore.storages.base import Storage
 from expstore.storages.indexing import find
+from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
 __all__ = ["ConditionalUpdateResult", "Patch", "Patching", "leaves_of"]
@@ -76,7 +76,7 @@ class Patching:
     a change waits for the writer. Processes: only the one that writes may change rows.
     """
 
-    _storage: Storage
+    _storage: ReadView
     _sampler: Sampler
     _writer: Writer
     dim_extend: int
@@ -260,7 +260,7 @@ class Patching:
             return
         names, last = np.unique(ids[::-1], return_index=True)
         columns = [pick(values, ids.size - 1 - last) for values in fields.values()]
-        self._storage.change(names, [self._storage.place_of(key) for key in fields], columns)
+        self._storage.writer().change(names, [self._storage.place_of(key) for key in fields], columns)
 
     def _patched(self, key: Key, value: Any, count: int) -> Array:
         """Return the column of a patch of so many rows, which may be given in as many dims as make rows."""

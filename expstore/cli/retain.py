@@ -36,9 +36,8 @@ def retain(
     from expstore.core.retention_policy import Retain
     from expstore.disk.files import Disk
     from expstore.sql.sync import Catalog
-    from expstore.storages.arrow import ArrowStorage
+    from expstore.storages.factory import open_storage
     from expstore.storages.format.manifest import Manifest
-    from expstore.storages.zarr import ZarrStorage
 
     found = Manifest.load(Disk(), store)  # a new store is not what is asked for
     kept = found.retain
@@ -46,13 +45,13 @@ def retain(
     policy = Retain(**given) if any(value is not None for value in given.values()) else Retain(**kept)
     if not policy:
         raise typer.BadParameter("say what stays, with --bytes, --age or --where: the store has no policy")
-    storage: ZarrStorage = ArrowStorage(store) if found.storage == "arrow" else ZarrStorage(store)
+    storage = open_storage(store)
     try:
         catalog = Catalog(storage)
         retention = retention_of(storage, catalog)
         retention.check(policy)
         gone = retention.apply(policy, dry_run=dry_run)
-        rows, used = len(storage), storage.columns_bytes()
+        rows, used = len(storage), storage.retention.columns_bytes()
         catalog.close()
     finally:
         storage.close()

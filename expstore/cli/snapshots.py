@@ -15,8 +15,8 @@ from expstore.cli.output import iso_text, local_text, print_json, print_table, s
 from expstore.cli.paths import to_local
 
 if TYPE_CHECKING:
+    from expstore.storages.base import Storage
     from expstore.storages.snapshots.catalog import Version
-    from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["dumps", "loads", "versions"]
 
@@ -111,7 +111,7 @@ def versions(path: Place, as_json: Json = False) -> int:
     return 0
 
 
-def _open(path: Path, capacity: int | None = None) -> ZarrStorage:
+def _open(path: Path, capacity: int | None = None) -> Storage:
     from expstore.storages.factory import open_storage
 
     kept = open_storage(path, capacity)

@@ -18,32 +18,53 @@ _ROWS, _KEPT = 4096, 256
 
 
 class Changed:
-    """Remember changes by their numbers, which are even and ascending.
+    """Count changes in place, and remember the last ones by their numbers.
 
-    Not locked: the storage calls `note` under its lock, and whoever reads gets all of a change or knows
+    Threads: not locked. The storage changes rows under its lock, and a reader gets all of a change or knows
     that it does not. Crashes: nothing is kept.
 
     Example:
         >>> changed = Changed()
-        >>> changed.note(2, np.array([7]))
-        >>> changed.since(0, 2), changed.since(0, 4)
-        (array([7]), None)
+        >>> changed.begin()
+        >>> changed.number
+        1
+        >>> changed.end(np.array([7]))
+        >>> changed.number, changed.since(0)
+        (2, array([7]))
     """
 
+    __slots__ = ("_noted", "number")
+
     def __init__(self) -> None:
+        #: Moves when a change begins and when it ends; odd meanwhile.
+        self.number = 0
         self._noted: deque[tuple[int, IntArray | None]] = deque(maxlen=_KEPT)
 
-    def note(self, number: int, slots: IntArray | None) -> None:
-        """Remember the slots of a change, after which `number` stands; None: whichever."""
-        self._noted.append((number, slots if slots is None or slots.size <= _ROWS else None))
+    def begin(self) -> None:
+        """Note that rows are about to be changed."""
+        self.number += 1
 
-    def since(self, before: int, now: int) -> IntArray | None:
-        """Return the slots changed between two numbers; None: that is not known, it may be any.
+    def end(self, slots: IntArray | None) -> None:
+        """Note that the change is over, and which slots it may have changed; None: whichever."""
+        self._note(self.number + 1, slots)
+        self.number += 1
 
-        Shape `(n,)`, int64; a slot may come twice.
+    def note(self, slots: IntArray) -> None:
+        """Note a change that readers see as a whole: it is never half done."""
+        self.number += 2
+        self._note(self.number, slots)
+
+    def since(self, before: int) -> IntArray | None:
+        """Return the slots changed since `number` was this even number; None: that is not known.
+
+        A change that is going on is not among them. Shape `(n,)`, int64; a slot may come twice.
         """
+        now = self.number & ~1
         found = [slots for number, slots in tuple(self._noted) if before < number <= now]
         if 2 * len(found) != now - before:
             return None
         known = [slots for slots in found if slots is not None]
         return np.concatenate(known) if known and len(known) == len(found) else None
+
+    def _note(self, number: int, slots: IntArray | None) -> None:
+        self._noted.append((number, slots if slots is None or slots.size <= _ROWS else None))

@@ -139,6 +139,10 @@ class DrawState:
                 self._sink.note_draw(number)
         self.note_progress(tuple(progress))
 
+    def note_replaced(self) -> None:
+        """Note that the storage has another content, whose draws are not known yet."""
+        self.replaced = True
+
     def watch(self, source: RandomnessSource | None) -> None:
         """Keep the state of a user's generator with each checkpoint; None: draws follow from the seed.
 

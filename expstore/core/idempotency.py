@@ -139,6 +139,17 @@ class WriteKeys:
         self.number = number + 1
         self._forget(time)
 
+    def restore(self, ring: bytearray, numbers: dict[bytes, int], *, oldest: int, number: int) -> None:
+        """Know what was kept elsewhere, in the place of what there is.
+
+        Args:
+            ring: The entries, each at its place.
+            numbers: Of the keys that are not too old.
+            oldest: No entry before this one is known.
+            number: Of the next key.
+        """
+        self._ring, self._numbers, self._oldest, self.number = ring, numbers, oldest, number
+
     def _at(self, number: int) -> int:
         return number % self.slots * ENTRY.size
 

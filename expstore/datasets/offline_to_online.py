@@ -19,7 +19,7 @@ from expstore.buffers.rng import Draws
 from expstore.core.values import key_name, to_key
 from expstore.datasets.registry import load_dataset
 from expstore.errors import SchemaError
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 from expstore.storages.torchrl_tensors import LazyTensorStorage
 from expstore.transforms import Compose
 
@@ -71,7 +71,7 @@ class OfflineToOnlineReplayBuffer:
         self,
         offline_dataset: Any,
         *,
-        online_storage: Storage | None = None,
+        online_storage: ReadView | None = None,
         online_capacity: int | None = None,
         offline_fraction: float = 0.5,
         batch_size: int | None = None,

@@ -311,6 +311,10 @@ class EpisodeTable:
 
     # -- taking over -----------------------------------------------------------------------------
 
+    def use_kernels(self, kernels: ModuleType | None) -> None:
+        """Cut and number rows by compiled loops from now on; None: by Python."""
+        self.kernels = kernels
+
     def commit(
         self,
         segments: Sequence[Segment],
@@ -405,13 +409,15 @@ class EpisodeTable:
         episodes = tuple(one.episode for (number, _), one in session.cut.items() if number in set(numbers))
         return Resume(time, session.key, tuple(new), numbers, episodes)
 
-    def apply(self, change: End | Resume, sequence: int) -> list[LogEntry]:
-        """Take over which episodes end, or are opened again; return the log entries that it brings.
+    def apply(self, change: LogEntry | End | Resume, sequence: int) -> list[LogEntry]:
+        """Take over what is noted about episodes; return the log entries that it brings.
 
         Args:
-            change: What a record says.
-            sequence: Of the record.
+            change: What a record says: an episode with its new info, or which ones end, or are opened again.
+            sequence: LSN of the record.
         """
+        if isinstance(change, LogEntry):
+            return self.annotate(change, sequence)
         return self._end(change, sequence) if isinstance(change, End) else self._resume(change, sequence)
 
     def end_local(self, time: int, sequence: int) -> list[LogEntry]:

@@ -31,11 +31,11 @@ from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import Store
 from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import check_target
 from expstore.storages.indexing import append_rows
-from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
@@ -83,7 +83,7 @@ class Filler:
         catalog: Keeps its index.
     """
 
-    def __init__(self, storage: ZarrStorage, catalog: Catalog) -> None:
+    def __init__(self, storage: Store, catalog: Catalog) -> None:
         self._storage, self._catalog = storage, catalog
         self._going: dict[int, _Going] = {}
         self._current: dict[tuple[int, int | None], int] = {}
@@ -123,7 +123,7 @@ class Filler:
         if kept is not None:
             columns = [pick(column, kept) for column in columns]
         if len(columns[0]):
-            with self._storage.turn, self._storage.lock:
+            with self._storage.locks.extend, self._storage.lock:
                 append_rows(self._storage, columns, self._read_steps(columns))
             self.rows += len(columns[0])
 
@@ -173,7 +173,7 @@ class Filler:
         priorities: Array | None,
     ) -> None:
         storage = self._storage
-        with storage.turn, storage.lock:
+        with storage.locks.extend, storage.lock:
             assignment, noted = self._assign(columns, episodes, steps, facts, ends)
             assignment.numbers[3] = time
             rows = Rows(storage.last + 1, episodes.size, columns, assignment, time)
@@ -353,7 +353,7 @@ def new_store(
         _end_open_episodes(disk, folder / target.name)
 
 
-def _close_quietly(storage: ZarrStorage) -> None:
+def _close_quietly(storage: Store) -> None:
     """Close a storage that goes; one that is closed stays so."""
     with contextlib.suppress(ExpStoreError):
         storage.close()

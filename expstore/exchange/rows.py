@@ -25,10 +25,9 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.sql.sync import Catalog
-from expstore.storages.base import Storage
-from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.indexing import read_present
+from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import find_version, store_meant
 
 __all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
@@ -49,7 +48,7 @@ WHERE e.episode_id IN (SELECT unnest(?::BIGINT[])) ORDER BY e.episode_id
 
 
 @contextmanager
-def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Storage]:
+def opened(source: Exchanged, version: int | str | None = None) -> Iterator[ReadView]:
     """Yield the storage that holds the rows; one that is opened here is closed at the end.
 
     Args:
@@ -62,7 +61,7 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Stor
     """
     if not isinstance(source, str | Path):
         storage = getattr(source, "storage", source)
-        if not isinstance(storage, Storage):
+        if not isinstance(storage, ReadView):
             raise TypeError(f"rows are exported from a buffer or a path, not from a {type(source).__name__}")
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
@@ -80,7 +79,7 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Stor
 
 
 @contextmanager
-def _asked(storage: Storage) -> Iterator[None]:
+def _asked(storage: ReadView) -> Iterator[None]:
     """Have somebody keep the index of a storage, which holds them weakly, if nobody does."""
     catalog = storage.catalog
     if not isinstance(catalog, Catalog):
@@ -91,7 +90,7 @@ def _asked(storage: Storage) -> Iterator[None]:
     del catalog
 
 
-def _catalog(storage: Storage) -> Catalog:
+def _catalog(storage: ReadView) -> Catalog:
     catalog = storage.catalog
     if not isinstance(catalog, Catalog):
         raise StateError("nobody keeps an index of these rows", hint="export the buffer, or its path")
@@ -132,7 +131,7 @@ class Rows:
         schema: All fields of the storage.
     """
 
-    storage: Storage
+    storage: ReadView
     window: Window
     fragments: IntArray
     whole: bool
@@ -141,7 +140,7 @@ class Rows:
 
     @classmethod
     def choose(
-        cls, storage: Storage, *, fields: Sequence[str] | None = None, episodes: Episodes = None
+        cls, storage: ReadView, *, fields: Sequence[str] | None = None, episodes: Episodes = None
     ) -> Rows:
         """Choose rows.
 
@@ -160,7 +159,7 @@ class Rows:
         chosen = _choose_fields(schema, fields)
         wanted = None if episodes is None else _find_episodes(storage, episodes)
         storage.follow()
-        with storage.episode_lock:
+        with storage.locks.episodes:
             window = storage.query_window
             fragments = storage.episodes.fragments.rows.copy()
         if wanted is not None:
@@ -266,7 +265,7 @@ class Rows:
     def about(self) -> dict[str, Any]:
         """Return what is kept with the rows, for an import: what JSON can keep."""
         storage = self.storage
-        manifest = storage.manifest if isinstance(storage, FolderStorage) else None
+        manifest = storage.manifest
         specs = storage.stored_specs()
         named = len(self.user_fields) == len(self.schema.fields)
         return {
@@ -327,7 +326,7 @@ def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Fie
     return {place: every[place] for place in (*wanted, *range(len(schema.fields), len(every)))}
 
 
-def _find_episodes(storage: Storage, episodes: Sequence[int] | IntArray | str) -> IntArray:
+def _find_episodes(storage: ReadView, episodes: Sequence[int] | IntArray | str) -> IntArray:
     """Return the ids of episodes, ascending."""
     if isinstance(episodes, str):
         found: IntArray = (

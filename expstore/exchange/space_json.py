@@ -12,18 +12,18 @@ import numpy as np
 
 from expstore.core.values import Key
 from expstore.schema.schema import Field
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["nested_space", "space_of"]
 
 
-def space_of(storage: Storage, entry: Field) -> dict[str, Any]:
+def space_of(storage: ReadView, entry: Field) -> dict[str, Any]:
     """Return the space of a field: that of its spec where there is one, else all that its dtype can hold."""
     space = _from_spec(storage, entry) if storage.stored_specs() else None
     return _of_dtype(entry) if space is None else space
 
 
-def _from_spec(storage: Storage, entry: Field) -> dict[str, Any] | None:
+def _from_spec(storage: ReadView, entry: Field) -> dict[str, Any] | None:
     from expstore.buffers.domain_checks import specs_of  # which loads torch
     from expstore.specs.gymnasium_spaces import to_space
 

@@ -20,8 +20,8 @@ from expstore.data.batch import Batch, StepReader
 from expstore.data.containers import take
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
 from expstore.storages.indexing import append_rows, contains, find, get, layout_of, prepare, replace_rows
+from expstore.storages.read_view import ReadView
 
 try:
     from torchrl.data.replay_buffers.samplers import ConsumingSampler
@@ -83,13 +83,13 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     supports_conditional_update = False
 
     def __init__(
-        self, store: str | Path | ReplayBuffer | Storage, *, source: str | None = None, **keywords: Any
+        self, store: str | Path | ReplayBuffer | ReadView, *, source: str | None = None, **keywords: Any
     ) -> None:
         if isinstance(store, str | Path):
             buffer: ReplayBuffer = open_store(store, **keywords)
         elif keywords:
             raise TypeError(f"{', '.join(keywords)}: settings go with a folder; this store is open already")
-        elif isinstance(store, Storage):
+        elif isinstance(store, ReadView):
             buffer = TensorDictReplayBuffer(storage=store)
         elif isinstance(store, ReplayBuffer):
             buffer = store
@@ -130,9 +130,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             StateError: The cursor stands elsewhere; or the store is closed, or cannot be written here.
             NotFoundError: There is no such row to change.
         """
-        kept = self.buffer.storage
-        with kept.turn, kept.lock:
-            kept.check_writable()
+        with self.buffer.storage.locks.extend, self.buffer.storage.lock:
+            kept = self.buffer.storage.writer()
             if not set_cursor:
                 ids, shape = find(kept, cursor)
                 layout = replace(layout_of(kept, 0), ndim=max(1, len(shape)), all_dims=False)
@@ -149,7 +148,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             ids = append_rows(kept, columns, steps, source=self._source)
             self.buffer.sampler.on_write(ids)
 
-    def _check_cursor(self, kept: Storage, cursor: Any, batch: Batch) -> None:
+    def _check_cursor(self, kept: ReadView, cursor: Any, batch: Batch) -> None:
         """Raise unless a cursor means the places that the next rows have."""
         lanes = int(np.prod(batch.dims, dtype=np.int64))
         steps = batch.count // lanes
@@ -256,7 +255,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         """A number that moves whenever rows come, change or leave."""
         kept = self.buffer.storage
         kept.follow()
-        return kept.last + kept.changes + kept.upheavals + kept.takeovers
+        return kept.last + kept.changes + kept.epochs.deleted + kept.epochs.content
 
     def _bump_mutation_revision(self) -> None:
         # torchrl's buffers call it when they have changed rows in place, which they believe to be views.

@@ -330,7 +330,7 @@ def _open_again(disk: Disk, path: Path, outcome: Outcome, blocks: Iterable[int])
             return  # as before: what would help was not asked for
         raise
     try:
-        storage.sum_again(set(blocks))
+        storage.engine.sum_again(set(blocks))
         Catalog(storage).close()
         outcome.acts.append("index.duckdb built anew")
     finally:

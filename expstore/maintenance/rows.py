@@ -198,9 +198,9 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
     follower = FollowerStorage(inspection.path, disk=inspection.disk)
     catalog = Catalog(follower)
     try:
-        if position > follower.content:
-            return f"it speaks of {position}, the journal ends at {follower.content}"
-        if position < follower.content:
+        if position > follower.state.content:
+            return f"it speaks of {position}, the journal ends at {follower.state.content}"
+        if position < follower.state.content:
             return None  # behind, as it may be
         for name, rows in held.items():
             told = catalog.query(f"SELECT * FROM {name} ORDER BY ALL", None).fetchall()

@@ -18,7 +18,7 @@ from expstore.errors import NotReadyError
 from expstore.samplers.filter import Filter
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Sampler", "readable", "refuse_weight"]
 
@@ -89,7 +89,7 @@ class Sampler(metaclass=SamplerKind):
         if where is not None or weight is not None:
             self.filter = Filter(where, weight)
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Be told which storage it will sample from; a buffer does it once.
 
         Raises:
@@ -103,7 +103,7 @@ class Sampler(metaclass=SamplerKind):
         if self.filter is not None:
             self.filter.detach()
 
-    def refresh(self, storage: Storage) -> None:
+    def refresh(self, storage: ReadView) -> None:
         """Take in all rows and episodes as they are now.
 
         Raises:
@@ -120,7 +120,7 @@ class Sampler(metaclass=SamplerKind):
         return largest
 
     @abstractmethod
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Args:
@@ -129,7 +129,7 @@ class Sampler(metaclass=SamplerKind):
             generator: The random numbers of this draw.
         """
 
-    def _drawn(self, storage: Storage, draw: Callable[[], Selection | None]) -> Selection:
+    def _drawn(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
         """Draw by the filter; None is a draw without a candidate: then what is new is evaluated at once.
 
         Raises:
@@ -152,7 +152,7 @@ class Sampler(metaclass=SamplerKind):
             raise self.nothing(storage)
         return found
 
-    def nothing(self, storage: Storage) -> NotReadyError:
+    def nothing(self, storage: ReadView) -> NotReadyError:
         """Return the error of a draw for which there is no row."""
         if self.filter is None or not len(storage):
             return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
@@ -163,32 +163,32 @@ class Sampler(metaclass=SamplerKind):
         """What the filter adds to a repr."""
         return "" if self.filter is None else f", {self.filter}"
 
-    def left(self, storage: Storage) -> int:
+    def left(self, storage: ReadView) -> int:
         """Return how many rows can still be drawn: the length of a buffer."""
         return len(storage)
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether a batch could be drawn now."""
         return self.left(storage) > 0
 
-    def sampleable(self, storage: Storage, batch_size: int) -> int:
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return how many rows, or slices, such a batch would be drawn from, whatever `where` says."""
         return self.left(storage)
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose rows in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.ids.size, generator)
 
-    def hand_out(self, storage: Storage, selection: Selection) -> None:
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Be told that a selection it made goes to the user now, in the order of the selections."""
 
-    def stands(self, storage: Storage, selection: Selection) -> bool:
+    def stands(self, storage: ReadView, selection: Selection) -> bool:
         """Return whether a selection made some time ago would still be made; rows are looked at elsewhere."""
         return True
 
-    def rewind(self, storage: Storage) -> None:
+    def rewind(self, storage: ReadView) -> None:
         """Be told that selections made since the last one that was handed out will not be."""
 
     def settings(self) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class Sampler(metaclass=SamplerKind):
     def on_write(self, ids: IntArray) -> None:
         """Be told which rows were just published, or took the places of others. Shape `(n,)`, int64."""
 
-    def mark_update(self, index: Any, *, storage: Storage) -> None:
+    def mark_update(self, index: Any, *, storage: ReadView) -> None:
         """Be told that the user has changed rows: where priorities count, theirs begin anew at the largest.
 
         Args:
@@ -239,9 +239,9 @@ class Sampler(metaclass=SamplerKind):
             numbers = storage.geometry.ravel(numbers.reshape(-1, storage.ndim), storage.window)
         with storage.lock:
             ids = storage.geometry.ids_at(numbers[numbers != -1], storage.window)
-            storage.set_priorities(ids, np.full(ids.size, storage.priorities.largest, np.float32))
+            storage.writer().set_priorities(ids, np.full(ids.size, storage.priorities.largest, np.float32))
 
-    def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:
+    def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
         """Be told of priorities that the user has just set. Shapes `(n,)`."""
 
     def on_empty(self) -> None:
@@ -256,7 +256,7 @@ def refuse_weight(sampler: Sampler, weight: str | None, reason: str) -> None:
         )
 
 
-def readable(storage: Storage) -> Window:
+def readable(storage: ReadView) -> Window:
     """Return the ids that can be read now, at least one.
 
     Raises:

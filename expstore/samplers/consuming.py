@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray, Selection
-from expstore.errors import NotReadyError, StateError
+from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler, refuse_weight
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.window_sum_tree import WindowTree, warm
+from expstore.storages.base import Storage
+from expstore.storages.read_view import closed_error
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
-    from expstore.storages.base import Storage
     from expstore.storages.columns.sample_counts import Sampled
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["ConsumingSampler", "consume_after"]
 
@@ -80,7 +82,7 @@ class ConsumingSampler(Sampler):
         """Whether the last batch has taken the last rows that were left."""
         return self._ran_out
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Have a storage count.
 
         Raises:
@@ -91,24 +93,24 @@ class ConsumingSampler(Sampler):
         self._begin()
         self._ran_out = False
         if not storage.follows:
-            storage.count_sampled()
+            storage.writer().count_sampled()
         warm()
 
-    def left(self, storage: Storage) -> int:
+    def left(self, storage: ReadView) -> int:
         """Return how many rows can still be drawn; for a follower, how many can be read."""
-        if storage.closed or storage.sampled is None:
+        if storage.closed or storage.state.sampled is None:
             return len(storage)
         filter, left = self.filter, 0
         if filter is not None:
             filter.look(storage)
         for look in range(2):
-            with storage.sampled_lock:
+            with storage.locks.sampled:
                 left = int(self._catch_up(storage)[0].total)
             if left or look or filter is None or not filter.find_more(storage):
                 break
         return left
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` rows, or as many as are left, and count them.
 
         Raises:
@@ -119,28 +121,28 @@ class ConsumingSampler(Sampler):
         return self._take(storage, _NONE, batch_size, generator)
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose rows in the place of those that were overwritten; the others are counted already."""
         return self._take(storage, selection.ids, selection.ids.size, generator)
 
-    def _take(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
+    def _take(self, storage: ReadView, had: IntArray, size: int, generator: np.random.Generator) -> Selection:
         """Choose and count rows for a batch beside those that it had, as far as these are still there."""
-        storage.check_writable()
+        writer = storage.writer()
         filter = self.filter
         if filter is not None:
             filter.look(storage)
-        ids = self._choose(storage, had, size, generator)
+        ids = self._choose(writer, had, size, generator)
         if filter is not None and self._ran_out and filter.find_more(storage):
-            ids = self._choose(storage, ids, size, generator)  # what has come meanwhile may match
+            ids = self._choose(writer, ids, size, generator)  # what has come meanwhile may match
         if not ids.size:
             raise self.nothing(storage)
         return Selection(ids)
 
     def _choose(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> IntArray:
-        with storage.sampled_lock:
+        with storage.locks.sampled:
             if storage.closed:
-                raise StateError("the store is closed", hint="open it again with expstore.open()")
+                raise closed_error()
             tree, sampled = self._catch_up(storage)
             self._shown = (None, -1)  # until all is done: an interruption has the tree made anew
             kept = had[self._live.window.holds(had)]
@@ -153,7 +155,7 @@ class ConsumingSampler(Sampler):
                 ranks = generator.choice(left, count, replace=False)
                 places, _ = tree.find(ranks.astype(np.float64) + 0.5)
                 sampled.add(places)
-                storage.note_sampled()
+                storage.note_unsaved()
             beside = np.concatenate([held, places])
             self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
             self._shown = sampled, sampled.moves
@@ -161,9 +163,9 @@ class ConsumingSampler(Sampler):
             self._ran_out = tree.total == 0
         return ids
 
-    def _catch_up(self, storage: Storage) -> tuple[SumTree, Sampled]:
+    def _catch_up(self, storage: ReadView) -> tuple[SumTree, Sampled]:
         """Return a tree in which rows that are left weigh 1, all others nothing; the lock is held."""
-        sampled = storage.sampled
+        sampled = storage.state.sampled
         if sampled is None:  # no rows have come yet
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         now = sampled, sampled.moves

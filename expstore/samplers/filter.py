@@ -22,12 +22,12 @@ from expstore.core.values import Array, IntArray, Key, Window
 from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ExpStoreError, NotReadyError, StateError
 from expstore.sql.sync import Catalog
-from expstore.storages.engine.backfill import unmoved
+from expstore.storages.read_view import unmoved
 
 if TYPE_CHECKING:
     from expstore.episodes.table import EpisodeTable
     from expstore.sql.expressions import ConditionLimits, Needs
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Filter"]
 
@@ -53,29 +53,29 @@ class _Seen:
     """Hold what an evaluation was of: the rows, and what tells that they are others now."""
 
     window: Window
-    takeovers: int
+    content: int
     changes: int
     table: EpisodeTable | None
     touched: int
 
     @classmethod
-    def of(cls, storage: Storage, *, episodes: bool) -> Self:
+    def of(cls, storage: ReadView, *, episodes: bool) -> Self:
         """Look at a storage; rows and episodes that come from now on are not covered."""
-        takeovers, changes, table, count = storage.takeovers, storage.changes & ~1, None, 0
+        content, changes, table, count = storage.epochs.content, storage.changes & ~1, None, 0
         if episodes:
             storage.follow()
-            with storage.episode_lock:
+            with storage.locks.episodes:
                 table = storage.episodes
                 count = table.touched.count
-        return cls(storage.query_window if episodes else storage.window, takeovers, changes, table, count)
+        return cls(storage.query_window if episodes else storage.window, content, changes, table, count)
 
-    def holds(self, storage: Storage) -> bool:
+    def holds(self, storage: ReadView) -> bool:
         """Return whether nothing has come since."""
         window = storage.window
         table = self.table
         return (
             (window.last, window.gaps) == (self.window.last, self.window.gaps)
-            and (storage.takeovers, storage.changes) == (self.takeovers, self.changes)
+            and (storage.epochs.content, storage.changes) == (self.content, self.changes)
             and (table is None or (table is storage.episodes and table.touched.count == self.touched))
         )
 
@@ -141,14 +141,14 @@ class Filter:
         """Bound what one query of the expressions may take: they are not trusted. Call it before `attach`."""
         self._conditions.limit(limits)
 
-    def fields(self, storage: Storage) -> frozenset[Key]:
+    def fields(self, storage: ReadView) -> frozenset[Key]:
         """Return the fields of a storage's rows that the expressions speak of."""
         needs = self._bound(storage)
         return frozenset(needs.schema.fields[place].key for place in needs.fields)
 
     # -- what samplers ask -----------------------------------------------------------------------
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Begin anew, with a storage.
 
         Raises:
@@ -171,12 +171,12 @@ class Filter:
         seen = self._seen
         return Window(0, 0) if seen is None else seen.window
 
-    def shown(self, storage: Storage) -> Window:
+    def shown(self, storage: ReadView) -> Window:
         """Return the rows that can be read now and of which masses are known."""
         window = storage.window
         return replace(window, last=max(window.low, min(window.last, self.window.last)))
 
-    def look(self, storage: Storage) -> None:
+    def look(self, storage: ReadView) -> None:
         """Have what is new evaluated soon; wait for the first evaluation.
 
         Raises:
@@ -192,7 +192,7 @@ class Filter:
             if self._trouble is not None:
                 raise copy.copy(self._trouble)
 
-    def refresh(self, storage: Storage) -> None:
+    def refresh(self, storage: ReadView) -> None:
         """Evaluate what is new, now.
 
         Raises:
@@ -203,7 +203,7 @@ class Filter:
         with self._evaluating:
             self._evaluate_all(storage)
 
-    def find_more(self, storage: Storage) -> bool:
+    def find_more(self, storage: ReadView) -> bool:
         """Evaluate what is new because a draw has found no candidate; say whether there may be one now.
 
         The caller may hold the storage's lock, for which another evaluation may wait: so it does not wait
@@ -231,7 +231,7 @@ class Filter:
             return None
         return np.concatenate(known)
 
-    def masses_of(self, storage: Storage, ids: IntArray) -> Floats:
+    def masses_of(self, storage: ReadView, ids: IntArray) -> Floats:
         """Return the masses of readable rows, 0 for those that are too new. Shapes `(n,)`."""
         with self.lock:
             known = ids <= self.window.last
@@ -239,7 +239,7 @@ class Filter:
             masses[known] = self.masses[storage.geometry.slot_of(ids[known])]
         return masses
 
-    def nothing(self, storage: Storage) -> NotReadyError:
+    def nothing(self, storage: ReadView) -> NotReadyError:
         """Return the error of a draw that has no candidate."""
         return NotReadyError(
             f"none of the {len(storage)} rows can be drawn with {self._conditions}",
@@ -275,7 +275,7 @@ class Filter:
             self._resting = 0
             self._evaluating.release()
 
-    def _hurry(self, storage: Storage) -> None:
+    def _hurry(self, storage: ReadView) -> None:
         worker = self._worker
         if worker is None or not worker.hurry():
             with self.lock:
@@ -284,7 +284,7 @@ class Filter:
             if worker is not None:
                 worker.end()
 
-    def work(self, storage: Storage) -> None:
+    def work(self, storage: ReadView) -> None:
         """Evaluate what is new; a failure is raised by the next draw."""
         try:
             self.refresh(storage)
@@ -293,13 +293,13 @@ class Filter:
 
     # -- evaluating ------------------------------------------------------------------------------
 
-    def _bound(self, storage: Storage) -> Needs:
+    def _bound(self, storage: ReadView) -> Needs:
         needs, schema = self._needs, storage.require_schema()
         if needs is None or needs.schema is not schema:
             needs = self._needs = self._conditions.bind(schema)
         return needs
 
-    def _evaluate_all(self, storage: Storage) -> None:
+    def _evaluate_all(self, storage: ReadView) -> None:
         try:
             for _ in range(_TRIES):
                 if self._evaluate(storage):
@@ -310,7 +310,7 @@ class Filter:
             self._trouble = exc
             raise
 
-    def _evaluate(self, storage: Storage) -> bool:
+    def _evaluate(self, storage: ReadView) -> bool:
         """Evaluate what is new; say whether all of it is of one storage's rows."""
         now, before = _Seen.of(storage, episodes=bool(self._conditions.facts)), self._seen
         if storage.schema is None:
@@ -324,7 +324,7 @@ class Filter:
             ids = now.window.ids()
         found = [self._ask(storage, chunk, facts) for chunk in self._chunks(storage, ids)]
         masses = np.concatenate(found) if found else np.zeros(0)
-        if storage.takeovers != now.takeovers:
+        if storage.epochs.content != now.content:
             return False
         # Rows that were overwritten while they were read may have come out torn.
         kept = storage.window.holds(ids)
@@ -334,7 +334,7 @@ class Filter:
         self._show(storage, now, storage.geometry.slot_of(ids), masses, whole=whole)
         return True
 
-    def _show(self, storage: Storage, now: _Seen, slots: IntArray, masses: Floats, *, whole: bool) -> None:
+    def _show(self, storage: ReadView, now: _Seen, slots: IntArray, masses: Floats, *, whole: bool) -> None:
         last = now.window.last
         size = storage.geometry.slots or 1 << max(12, (last - 1).bit_length())
         with self.lock:
@@ -351,10 +351,10 @@ class Filter:
             self.evaluation += 1
             self._seen = now
 
-    def _changed(self, storage: Storage, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:
+    def _changed(self, storage: ReadView, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:
         """Return the rows to be looked at, ascending; None: all. Shape `(n,)`."""
         window, last = now.window, before.window.last
-        if (before.takeovers, before.table) != (now.takeovers, now.table) or window.last < last:
+        if (before.content, before.table) != (now.content, now.table) or window.last < last:
             return None
         found = [replace(window, low=max(window.low, last)).ids()] if window.last > last else []
         if now.changes != before.changes:
@@ -363,7 +363,7 @@ class Filter:
                 return None
             found.append(storage.geometry.ids_in(slots, before.window.last))
         if now.table is not None and now.touched != before.touched:
-            with storage.episode_lock:
+            with storage.locks.episodes:
                 episodes = now.table.touched.since(before.touched)
             if episodes is None:
                 return None
@@ -381,15 +381,15 @@ class Filter:
         self._known |= found
         return np.array(changed, np.int64)
 
-    def _chunks(self, storage: Storage, ids: IntArray) -> Iterator[IntArray]:
+    def _chunks(self, storage: ReadView, ids: IntArray) -> Iterator[IntArray]:
         rows = max(1, min(_ROWS, _BYTES // self._bound(storage).row_bytes))
         for start in range(0, ids.size, rows):
             yield ids[start : start + rows]
 
-    def _ask(self, storage: Storage, ids: IntArray, facts: _Facts) -> Floats:
+    def _ask(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
         return unmoved(storage, lambda: self._asked(storage, ids, facts))
 
-    def _asked(self, storage: Storage, ids: IntArray, facts: _Facts) -> Floats:
+    def _asked(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
         needs = self._bound(storage)
         places = [*needs.fields, *(len(needs.schema.fields) + _PLACES[name] for name in needs.rows)]
         columns = storage.read(ids, places) if places else []
@@ -398,7 +398,7 @@ class Filter:
             table = facts.of(columns[len(needs.fields) + needs.rows.index("_episode")])
         return self._conditions.ask(needs, ids, columns, table, storage.capacity)
 
-    def _catalog_of(self, storage: Storage) -> Any:
+    def _catalog_of(self, storage: ReadView) -> Any:
         if not self._conditions.facts or storage.catalog is not None:
             return storage.catalog
         self._catalog = Catalog(storage)
@@ -452,11 +452,11 @@ class _Facts:
         return self._table.take(at)
 
 
-def _rows_of(storage: Storage, table: EpisodeTable, episodes: IntArray, low: int) -> IntArray:
+def _rows_of(storage: ReadView, table: EpisodeTable, episodes: IntArray, low: int) -> IntArray:
     """Return the ids above `low` of the rows of episodes. Shape `(n,)`."""
     if not episodes.size:
         return _NONE
-    with storage.episode_lock:
+    with storage.locks.episodes:
         rows = table.fragments.rows
         chosen = rows[:, np.isin(rows[0], episodes)].copy()
     return all_ids(clip(chosen, low))
@@ -468,7 +468,7 @@ class _Worker:
     It holds filter and storage weakly, so that both can go while it waits.
     """
 
-    def __init__(self, filter: Filter, storage: Storage) -> None:
+    def __init__(self, filter: Filter, storage: ReadView) -> None:
         self._pid = os.getpid()
         self._wanted, self._ended = threading.Event(), threading.Event()
         self._wanted.set()
@@ -501,7 +501,7 @@ class _Worker:
 
 def _work(
     filter_ref: weakref.ref[Filter],
-    storage_ref: weakref.ref[Storage],
+    storage_ref: weakref.ref[ReadView],
     wanted: threading.Event,
     ended: threading.Event,
 ) -> None:

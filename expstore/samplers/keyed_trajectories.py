@@ -22,7 +22,7 @@ from expstore.storages.run_index import Runs, Taken, as_names
 
 if TYPE_CHECKING:
     from expstore.schema.schema import Schema
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["KeyedRuns", "Trajectories"]
 
@@ -42,14 +42,14 @@ class Trajectories:
 
     def __init__(self, name: Key | None = None, ends: Sequence[Key] | None = None) -> None:
         self.name, self.ends = name, ends
-        self._known: tuple[weakref.ref[Storage], Schema, Runs] | None = None
+        self._known: tuple[weakref.ref[ReadView], Schema, Runs] | None = None
 
     @property
     def keys(self) -> frozenset[Key]:
         """The fields that a user has named."""
         return frozenset(() if self.name is None else (self.name,)) | frozenset(self.ends or ())
 
-    def of(self, storage: Storage) -> Runs:
+    def of(self, storage: ReadView) -> Runs:
         """Return the runs of a storage, the same object while its fields are the same.
 
         Raises:
@@ -65,7 +65,7 @@ class Trajectories:
         return {"name": self.name, "ends": self.ends, "_known": None}
 
 
-def _runs_by(storage: Storage, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
+def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> Runs:
     """Return the runs of a storage by these fields: the storage's own where they are its own.
 
     Args:
@@ -93,7 +93,7 @@ def _runs_by(storage: Storage, trajectory: Key | None, ends: Sequence[Key] | Non
     return KeyedRuns(storage, trajectory, stored)
 
 
-def _check(storage: Storage, key: Key) -> None:
+def _check(storage: ReadView, key: Key) -> None:
     field = storage.require_schema().fields[storage.place_of(key)]
     if field.row_items != 1 or field.dtype in ("bfloat16", "complex64", OBJECT):
         raise SchemaError(f"{key_name(key)!r} must be one number per row, but it is {field}")
@@ -113,7 +113,7 @@ class KeyedRuns(Runs):
         ends: Fields that end them; None: as the store does, an end that is not only a truncation.
     """
 
-    def __init__(self, storage: Storage, trajectory: Key | None, ends: Sequence[Key] | None) -> None:
+    def __init__(self, storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | None) -> None:
         super().__init__(storage)
         self.lock = storage.lock  # which reading rows may take
         keys = storage.keys
@@ -141,13 +141,13 @@ class KeyedRuns(Runs):
     def _names_place(self) -> int:
         return self._names
 
-    def _is_current(self, storage: Storage) -> bool:
+    def _is_current(self, storage: ReadView) -> bool:
         return self._state == self._state_of(storage) and storage.query_window == self._window
 
-    def _state_of(self, storage: Storage) -> tuple[object, int]:
+    def _state_of(self, storage: ReadView) -> tuple[object, int]:
         return storage.episodes, storage.changes
 
-    def _take(self, storage: Storage, *, whole: bool = False) -> Taken:
+    def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         for _ in range(_TRIES):
             state, window = self._state_of(storage), storage.query_window
             if state != self._state:
@@ -169,7 +169,7 @@ class KeyedRuns(Runs):
         whole = whole or touched is None or fragments is not self._known
         return Taken(fragments, window, touched, fragments.rows.copy() if whole else None)
 
-    def _read_on(self, storage: Storage, window: Window) -> bool:
+    def _read_on(self, storage: ReadView, window: Window) -> bool:
         """Read rows up to the window's last; say whether all of them were still there."""
         for first, count in Window(max(self._read, window.low), window.last, window.gaps).runs():
             for start in range(first, first + count, _CHUNK):

@@ -22,7 +22,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["PrioritizedSampler", "Reduction"]
 
@@ -120,7 +120,7 @@ class PrioritizedSampler(Sampler):
     def beta(self, value: float) -> None:
         self._beta = _exponent("beta", value)
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Follow the priorities of a storage.
 
         Raises:
@@ -139,7 +139,7 @@ class PrioritizedSampler(Sampler):
         reduced: Array = _REDUCE[self.reduction](priorities.reshape(priorities.shape[0], -1), axis=1)
         return reduced
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows, with replacement.
 
         Raises:
@@ -153,7 +153,7 @@ class PrioritizedSampler(Sampler):
             raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
         return found
 
-    def _by_priority(self, storage: Storage, size: int, generator: np.random.Generator) -> Selection | None:
+    def _by_priority(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
             smallest, window = tree.smallest, self._weights.window
@@ -170,13 +170,13 @@ class PrioritizedSampler(Sampler):
 
     # -- the tree --------------------------------------------------------------------------------
 
-    def _weigh(self, storage: Storage, places: IntArray) -> Array:
+    def _weigh(self, storage: ReadView, places: IntArray) -> Array:
         with compiling:
             from expstore.kernels.sum_tree import raise_priorities
         weights: Array = raise_priorities(storage.priorities.values, places, eps=self._eps, alpha=self._alpha)
         return weights
 
-    def on_priorities(self, storage: Storage, places: IntArray) -> None:
+    def on_priorities(self, storage: ReadView, places: IntArray) -> None:
         """Be told of slots whose priorities have been set."""
         with self._lock:
             self._weights.change(storage, places, lambda known: self._weigh(storage, known))

@@ -29,7 +29,7 @@ from expstore.samplers.slice_options import (
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["PrioritizedSliceSampler"]
@@ -126,12 +126,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
         self._starts = _Starts()
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Follow the priorities and the episodes of a storage."""
         self._starts = _Starts()
         super().attach(storage)
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose slices of `batch_size` rows together, with replacement.
 
         Raises:
@@ -148,7 +148,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
         return found
 
-    def _slices(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection | None:
+    def _slices(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection | None:
         slicing = self.slicing
         length, count = slicing.sizes(batch_size)
         runs = self._trajectories.of(storage)
@@ -175,12 +175,12 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         return found
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose slices in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.asked, generator)
 
-    def _follow(self, storage: Storage, runs: Runs, least: int) -> SumTree:
+    def _follow(self, storage: ReadView, runs: Runs, least: int) -> SumTree:
         """Return a tree in which rows at which a slice can begin have their weights, all others none."""
         weights = self._weights
         if not self._starts.go_on(runs, least):
@@ -193,16 +193,16 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         weights.change(storage, here, lambda places: self._weigh(storage, places))
         return tree
 
-    def _weigh(self, storage: Storage, places: IntArray) -> Array:
+    def _weigh(self, storage: ReadView, places: IntArray) -> Array:
         held = self._starts.hold(places, storage.geometry.ids_in(places, storage.window.last))
         weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
         return weights
 
-    def sampleable(self, storage: Storage, batch_size: int) -> int:
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return in how many places a slice can begin, whatever `where` says."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 
@@ -268,7 +268,7 @@ class _Starts:
         seen = self._seen
         return seen is not None and seen[:2] == (runs, least) and runs.changed_since(seen[2]) is not None
 
-    def find(self, storage: Storage, runs: Runs, least: int, *, strict: bool) -> IntArray:
+    def find(self, storage: ReadView, runs: Runs, least: int, *, strict: bool) -> IntArray:
         """Find rows at which a slice can begin since they were last looked for.
 
         Args:

@@ -19,7 +19,7 @@ from expstore.samplers.base import Sampler, readable
 from expstore.storages.indexing import read_present
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["PromptGroupSampler"]
 
@@ -31,7 +31,7 @@ _STRATEGIES = ("random", "recency", "reward", "variance")
 class _Groups(NamedTuple):
     """Rows, group after group."""
 
-    of: weakref.ref[Storage]
+    of: weakref.ref[ReadView]
     moment: tuple[Any, ...]
     ids: IntArray
     rewards: Array | None
@@ -127,7 +127,7 @@ class PromptGroupSampler(Sampler):
         needs = self.strategy in ("reward", "variance")
         return frozenset(map(to_key, [self.group_key, *([self.reward_key] if needs else [])]))
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose groups, and rows of each.
 
         Raises:
@@ -176,16 +176,16 @@ class PromptGroupSampler(Sampler):
         found: IntArray = ids[np.concatenate([order[:low], order[order.size - (count - low) :]])]
         return found
 
-    def _groups(self, storage: Storage) -> _Groups:
+    def _groups(self, storage: ReadView) -> _Groups:
         """Return the groups as of now."""
         with self._lock:
-            moment = (storage.window, storage.changes, storage.takeovers)
+            moment = (storage.window, storage.changes, storage.epochs.content)
             known = self._known
             if known is None or known.of() is not storage or known.moment != moment:
                 known = self._known = self._found(storage, moment)
             return known
 
-    def _found(self, storage: Storage, moment: tuple[Any, ...]) -> _Groups:
+    def _found(self, storage: ReadView, moment: tuple[Any, ...]) -> _Groups:
         needs = self.strategy in ("reward", "variance")
         keys = [to_key(self.group_key), *([to_key(self.reward_key)] if needs else [])]
         if storage.object_rows:

@@ -16,7 +16,7 @@ from expstore.samplers.window_sum_tree import WindowTree, warm
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["RandomSampler"]
 
@@ -49,14 +49,14 @@ class RandomSampler(Sampler):
         self._lock = threading.Lock()
         self._masses = WindowTree(self.filter)
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Begin anew, with a storage."""
         super().attach(storage)
         self._begin()
         if self.filter is not None:
             warm()
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:
@@ -70,7 +70,7 @@ class RandomSampler(Sampler):
             return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
 
-    def _by_mass(self, storage: Storage, size: int, generator: np.random.Generator) -> Selection | None:
+    def _by_mass(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
             if not tree.total > 0:

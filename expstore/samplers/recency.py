@@ -18,7 +18,7 @@ from expstore.samplers.base import Sampler, readable
 from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["RecencySampler"]
 
@@ -75,7 +75,7 @@ class RecencySampler(Sampler):
         self._window = Window(0, 0)
         self._scale: tuple[float | None, int] = (None, 0)  # the half-life, and the id that weighs 1
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Begin anew, with a storage."""
         super().attach(storage)
         self._begin()
@@ -106,7 +106,7 @@ class RecencySampler(Sampler):
             raise ValueError(f"newest must be a number of rows >= 1, or None, got {value}")
         self._newest = None if value is None else int(value)
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:
@@ -131,7 +131,7 @@ class RecencySampler(Sampler):
 
     # -- with a filter: chances that stay in proportion while rows grow older ------------------------
 
-    def _by_weight(self, storage: Storage, size: int, generator: np.random.Generator) -> Selection | None:
+    def _by_weight(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places), self._narrow)
             if tree.total > _FAINT:
@@ -140,7 +140,7 @@ class RecencySampler(Sampler):
             return self._by_faint_weight(storage, self._weights.window, size, generator)
 
     def _by_faint_weight(
-        self, storage: Storage, window: Window, size: int, generator: np.random.Generator
+        self, storage: ReadView, window: Window, size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Draw where the rows that match are so old that their weights are hardly numbers."""
         ids = window.ids()
@@ -167,7 +167,7 @@ class RecencySampler(Sampler):
         self._window = window
         return window
 
-    def _weigh(self, storage: Storage, places: IntArray) -> Array:
+    def _weigh(self, storage: ReadView, places: IntArray) -> Array:
         half_life, unit = self._scale
         if half_life is None:
             return np.ones(places.size)

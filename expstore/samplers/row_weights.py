@@ -16,7 +16,7 @@ from expstore.core.values import IntArray
 from expstore.samplers.filter import Filter
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["RowMasses"]
 
@@ -36,7 +36,7 @@ class RowMasses:
     counts: IntArray
 
     @classmethod
-    def of(cls, filter: Filter, storage: Storage) -> Self:
+    def of(cls, filter: Filter, storage: ReadView) -> Self:
         """Sum up what a filter says of all rows that it shows."""
         with filter.lock:
             window, evaluation = filter.shown(storage), filter.evaluation

@@ -28,7 +28,7 @@ from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["Law", "SliceSampler"]
@@ -145,12 +145,12 @@ class SliceSampler(Sampler):
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=self.by == "trajectory")
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Follow the episodes of a storage."""
         super().attach(storage)
         load_in_background(_compile_loops)
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose slices of `batch_size` rows together.
 
         Raises:
@@ -165,7 +165,7 @@ class SliceSampler(Sampler):
         return self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
 
     def _chosen(
-        self, storage: Storage, length: int, count: int, generator: np.random.Generator
+        self, storage: ReadView, length: int, count: int, generator: np.random.Generator
     ) -> tuple[IntArray, IntArray, bool]:
         """Return the rows of slices, how many each has, and whether short ones are filled up."""
         slicing = self.slicing
@@ -185,7 +185,7 @@ class SliceSampler(Sampler):
         return ids, lengths, padded
 
     def _filtered(
-        self, storage: Storage, batch_size: int, generator: np.random.Generator
+        self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Choose slices as the filter has it; None: there is nowhere to begin."""
         slicing = self.slicing
@@ -214,16 +214,16 @@ class SliceSampler(Sampler):
         return weights
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose slices in the place of some that were overwritten while they were read."""
         return self.sample(storage, selection.asked, generator)
 
-    def sampleable(self, storage: Storage, batch_size: int) -> int:
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return in how many places a slice can begin, whatever `where` says."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 

@@ -20,7 +20,7 @@ from expstore.samplers.trajectory_weights import RunWeights
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["SliceSamplerWithoutReplacement"]
@@ -105,7 +105,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=True)
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose a slice of each of the next trajectories of the pass.
 
         Raises:
@@ -126,7 +126,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return found
 
     def _next_slices(
-        self, storage: Storage, batch_size: int, generator: np.random.Generator
+        self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         length, count = self.slicing.sizes(batch_size)
         runs = self._trajectories.of(storage)
@@ -141,7 +141,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         return replace(selection, progress=progress)
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose other slices of the same trajectories, in the place of some that were overwritten."""
         length, _ = self.slicing.sizes(selection.asked)
@@ -154,7 +154,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
                 return replace(again, progress=selection.progress)
         return self.sample(storage, selection.asked, generator)
 
-    def _count(self, storage: Storage, runs: Runs, length: int) -> int:
+    def _count(self, storage: ReadView, runs: Runs, length: int) -> int:
         """Return how many trajectories make a slice, as of now."""
         runs.look()
         slicing, candidates = self.slicing, self._candidates
@@ -170,7 +170,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
 
     def _slices(
         self,
-        storage: Storage,
+        storage: ReadView,
         runs: Runs,
         places: IntArray,
         length: int,
@@ -189,18 +189,18 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         ids = runs.rows(chosen, first + begins, lengths)
         return slicing.selection(ids, lengths, length=length, asked=asked)
 
-    def stands(self, storage: Storage, selection: Selection) -> bool:
+    def stands(self, storage: ReadView, selection: Selection) -> bool:
         """Return whether the pass of a selection goes on: it does while the number of trajectories stays."""
         length, _ = self.slicing.sizes(selection.asked)
         runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             return selection.progress[3] == self._count(storage, runs, length)
 
-    def sampleable(self, storage: Storage, batch_size: int) -> int:
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return in how many places a slice can begin, whatever `where` says."""
         return self.slicing.windows(self._trajectories.of(storage), batch_size) if len(storage) else 0
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether there is a slice to be drawn."""
         return self.sampleable(storage, batch_size) > 0
 

@@ -23,7 +23,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.row_weights import RowMasses
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["StalenessAwareSampler"]
 
@@ -185,7 +185,7 @@ class StalenessAwareSampler(Sampler):
         self._forget()
 
     def _forget(self) -> None:
-        self._storage: weakref.ref[Storage] | None = None
+        self._storage: weakref.ref[ReadView] | None = None
         # Swapped as one, so that threads need no lock: who reads versions may have to wait for a writer.
         self._known = _Known()
         self._cached: tuple[_Versions, int, int, RowMasses | None, _Table] | None = None
@@ -232,7 +232,7 @@ class StalenessAwareSampler(Sampler):
         """Fields that it reads itself, beside those of `where` and `weight`."""
         return frozenset((self._version_key,))
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Go on with the version that the storage's last sampler of this kind had, unless one was set."""
         super().attach(storage)
         self._storage, self._known, self._masses = weakref.ref(storage), _Known(), None
@@ -245,7 +245,7 @@ class StalenessAwareSampler(Sampler):
 
     # -- drawing ---------------------------------------------------------------------------------
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:
@@ -262,7 +262,7 @@ class StalenessAwareSampler(Sampler):
         return found
 
     def _by_staleness(
-        self, storage: Storage, batch_size: int, generator: np.random.Generator
+        self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         progress = self._consumer_version, self._max_staleness
         versions, masses = self._catch_up(storage), self._masses_of(storage)
@@ -275,11 +275,11 @@ class StalenessAwareSampler(Sampler):
             ids = table.draw_different(batch_size, generator)
         return Selection(ids, {("staleness",): table.staleness_of(ids).astype(np.float32)}, progress)
 
-    def stands(self, storage: Storage, selection: Selection) -> bool:
+    def stands(self, storage: ReadView, selection: Selection) -> bool:
         """Return whether a selection is by the versions of now."""
         return selection.progress == (self._consumer_version, self._max_staleness)
 
-    def _catch_up(self, storage: Storage) -> _Versions:
+    def _catch_up(self, storage: ReadView) -> _Versions:
         """Read the versions of new rows and drop those of rows that have left.
 
         A version that was read from a slot while a later row came there stands for a row that is
@@ -287,7 +287,7 @@ class StalenessAwareSampler(Sampler):
         """
         for _ in range(_TRIES):
             known = self._known  # before the window, which then is not the older of them
-            changes, upheavals, window = storage.changes, storage.upheavals, storage.window
+            changes, upheavals, window = storage.changes, storage.epochs.deleted, storage.window
             place = self._place(storage)  # after `upheavals`, which move when it does
             seen = upheavals, changes, window.gaps
             if seen == known.seen and window == known.window:
@@ -296,13 +296,13 @@ class StalenessAwareSampler(Sampler):
                 known = _Known(_Versions.none(), Window(window.low, window.low))
             versions = _read_on(storage, place, known.versions, replace(window, low=known.window.last))
             known = self._known = _Known(versions.above(window.low), window, seen)
-            if storage.upheavals == upheavals:
+            if storage.epochs.deleted == upheavals:
                 break
         if not known.versions.first.size:
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         return known.versions
 
-    def _masses_of(self, storage: Storage) -> RowMasses | None:
+    def _masses_of(self, storage: ReadView) -> RowMasses | None:
         filter, masses = self.filter, self._masses
         if filter is None:
             return None
@@ -310,7 +310,7 @@ class StalenessAwareSampler(Sampler):
             masses = self._masses = RowMasses.of(filter, storage)
         return masses
 
-    def _place(self, storage: Storage) -> int:
+    def _place(self, storage: ReadView) -> int:
         """Return the position of the version's field."""
         schema, name = storage.require_schema(), key_name(self._version_key)
         place = schema.place(self._version_key)
@@ -390,7 +390,7 @@ class StalenessAwareSampler(Sampler):
         )
 
 
-def _read_on(storage: Storage, place: int, versions: _Versions, window: Window) -> _Versions:
+def _read_on(storage: ReadView, place: int, versions: _Versions, window: Window) -> _Versions:
     """Return versions with those of a window of newer rows."""
     for first, count in window.runs():
         for start in range(first, first + count, _CHUNK):

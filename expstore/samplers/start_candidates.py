@@ -18,7 +18,7 @@ from expstore.samplers.window_sum_tree import new_sum_tree
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["Candidates"]
@@ -46,7 +46,7 @@ class Candidates:
         self._runs: Runs | None = None
         self._seen = (0, -1, 0)  # length, moves of the runs, version of the filter
 
-    def catch_up(self, storage: Storage, runs: Runs, slicing: Slicing, length: int) -> SumTree:
+    def catch_up(self, storage: ReadView, runs: Runs, slicing: Slicing, length: int) -> SumTree:
         """Weigh the runs that have changed, or in which masses have.
 
         Args:
@@ -76,7 +76,7 @@ class Candidates:
         return tree
 
     def _weigh(
-        self, storage: Storage, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
+        self, storage: ReadView, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
     ) -> Floats:
         masses, counts = self._masses(storage, runs, slicing, length, numbers)
         run = np.repeat(np.arange(numbers.size), counts)
@@ -84,7 +84,7 @@ class Candidates:
         return (weights > 0).astype(np.float64) if self._alike else weights
 
     def _masses(
-        self, storage: Storage, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
+        self, storage: ReadView, runs: Runs, slicing: Slicing, length: int, numbers: IntArray
     ) -> tuple[Floats, IntArray]:
         """Return the masses of the rows at which slices can begin, run behind run, and how many each has."""
         first = runs.first[numbers]
@@ -100,7 +100,7 @@ class Candidates:
 
     def place(
         self,
-        storage: Storage,
+        storage: ReadView,
         runs: Runs,
         slicing: Slicing,
         length: int,

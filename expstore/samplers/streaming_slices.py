@@ -20,7 +20,7 @@ from expstore.samplers.slice_options import NestedKey, Span
 from expstore.samplers.slices import SliceSampler
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 __all__ = ["StreamingSliceSampler"]
@@ -103,10 +103,10 @@ class StreamingSliceSampler(SliceSampler):
 
     def _part(self) -> None:
         self._own = threading.Lock()
-        self._storage: Callable[[], Storage | None] = lambda: None
+        self._storage: Callable[[], ReadView | None] = lambda: None
         self._begins = _Begins()
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Go on where the storage's last sampler of this kind stopped; otherwise what comes next is new.
 
         Raises:
@@ -126,7 +126,7 @@ class StreamingSliceSampler(SliceSampler):
         if kind != self._kind and not storage.follows:
             storage.draws.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and others.
 
         Raises:
@@ -141,7 +141,7 @@ class StreamingSliceSampler(SliceSampler):
 
     def _filled(
         self,
-        storage: Storage,
+        storage: ReadView,
         fresh: IntArray,
         batch_size: int,
         generator: np.random.Generator,
@@ -156,7 +156,7 @@ class StreamingSliceSampler(SliceSampler):
         found = self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
         return replace(found, progress=progress)
 
-    def _fresh(self, storage: Storage, length: int, count: int, mark: int, end: int) -> tuple[IntArray, int]:
+    def _fresh(self, storage: ReadView, length: int, count: int, mark: int, end: int) -> tuple[IntArray, int]:
         """Return new slices that were completed by rows after `mark`, up to `end`; and the new mark.
 
         Slices have shape `(n, length)`, n at most `count`.
@@ -179,13 +179,11 @@ class StreamingSliceSampler(SliceSampler):
         return slices, int(slices[-1, -1]) if have == count else max(mark, end)
 
     def _completing(
-        self, storage: Storage, runs: Runs, ids: IntArray, length: int
+        self, storage: ReadView, runs: Runs, ids: IntArray, length: int
     ) -> tuple[IntArray, IntArray]:
         """Return run and step of those rows that complete a slice; run -1 for rows that are not shown."""
         if runs is storage.runs:
-            (steps,) = storage._take(
-                storage.geometry.slot_of(ids), [len(storage.require_schema().fields) + 2]
-            )
+            (steps,) = storage.take(storage.geometry.slot_of(ids), [len(storage.require_schema().fields) + 2])
             return runs.locate(ids[steps.reshape(-1) % length == length - 1])
         run, step = runs.locate(ids)
         run, step = run[run >= 0], step[run >= 0]
@@ -195,7 +193,7 @@ class StreamingSliceSampler(SliceSampler):
         return run[last], step[last]
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose the same new slices, as far as they are still there, and others for the rest."""
         length, count = self.slicing.sizes(selection.asked)
@@ -203,14 +201,14 @@ class StreamingSliceSampler(SliceSampler):
         fresh, _ = self._fresh(storage, length, count, before, after)
         return self._filled(storage, fresh, selection.asked, generator, selection.progress)
 
-    def hand_out(self, storage: Storage, selection: Selection) -> None:
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Keep which new slices were handed out."""
         with self._own:
             if selection.progress[1] > self._handed:  # of two threads the later ones may come first
                 self._handed = selection.progress[1]
                 storage.draws.note_progress((self._kind, _written_at(storage, self._handed), 0, 0))
 
-    def rewind(self, storage: Storage) -> None:
+    def rewind(self, storage: ReadView) -> None:
         """Go back to where the last batch that was handed out has ended."""
         with self._own:
             self._mark = self._handed
@@ -241,15 +239,15 @@ class StreamingSliceSampler(SliceSampler):
         return f"StreamingSliceSampler(slice_len={self.slicing.slice_len})"
 
 
-def _written_at(storage: Storage, mark: int) -> int:
+def _written_at(storage: ReadView, mark: int) -> int:
     """Return how many rows had ever been written when `mark` was the newest: loads change ids, not that."""
-    with storage.episode_lock:
+    with storage.locks.episodes:
         return storage.write_count - (storage.last - mark)
 
 
-def _mark_at(storage: Storage, written: int) -> int:
+def _mark_at(storage: ReadView, written: int) -> int:
     """Return the row that was the newest when so many had been written."""
-    with storage.episode_lock:
+    with storage.locks.episodes:
         return storage.last - max(0, storage.write_count - written)
 
 

@@ -20,7 +20,7 @@ from expstore.errors import StateError
 from expstore.samplers.base import Sampler, readable
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["AdaptedSampler", "adapt", "chosen", "given"]
 
@@ -100,12 +100,12 @@ class AdaptedSampler(Sampler):
         """Whether the object had run out of rows with the last batch that was handed out."""
         return self._ran_out
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Be told which storage it will sample from."""
         super().attach(storage)
         self._storage = storage
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose rows by asking the object.
 
         Raises:
@@ -132,17 +132,17 @@ class AdaptedSampler(Sampler):
             )
         return replace(chosen(storage, *drawn), progress=(int(ran_out),))
 
-    def hand_out(self, storage: Storage, selection: Selection) -> None:
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Keep whether this was the last batch of a pass."""
         self._ran_out = bool(selection.progress[0])
 
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+    def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether the object could choose so many rows now."""
         if _has(self.sampler, "can_sample"):
             return bool(self.sampler.can_sample(storage, batch_size))
         return len(storage) > 0
 
-    def sampleable(self, storage: Storage, batch_size: int) -> int:
+    def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return how many rows the object draws from: all, if it can draw now."""
         return len(storage) if self.can_sample(storage, batch_size) else 0
 
@@ -162,7 +162,7 @@ class AdaptedSampler(Sampler):
                 for number in numbers.tolist():
                     self.sampler.add(number)
 
-    def on_priority_update(self, storage: Storage, ids: IntArray, priorities: Array) -> None:
+    def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
         """Tell the object priorities."""
         if _has(self.sampler, "update_priority"):
             here = storage.window.holds(ids)
@@ -174,7 +174,7 @@ class AdaptedSampler(Sampler):
                 else:
                     self.sampler.update_priority(index, values)
 
-    def mark_update(self, index: Any, *, storage: Storage) -> None:
+    def mark_update(self, index: Any, *, storage: ReadView) -> None:
         """Tell the object that rows were changed in place."""
         if _has(self.sampler, "mark_update"):
             with self._lock:
@@ -225,7 +225,7 @@ def _takes(function: Any, name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
-def chosen(storage: Storage, index: Any, info: Any) -> Selection:
+def chosen(storage: ReadView, index: Any, info: Any) -> Selection:
     """Return what code written for torchrl has chosen: rows by index, and what is said of them.
 
     Args:
@@ -242,7 +242,7 @@ def chosen(storage: Storage, index: Any, info: Any) -> Selection:
     return Selection(ids, columns, marks=marks, notes=notes)
 
 
-def _numbers(storage: Storage, index: Any) -> IntArray:
+def _numbers(storage: ReadView, index: Any) -> IntArray:
     """Return indices, of a tensor or a list, or of one per dim in a tuple, as one number per row: `(n,)`.
 
     Raises:
@@ -259,7 +259,7 @@ def _numbers(storage: Storage, index: Any) -> IntArray:
     return np.where(flat < 0, flat + len(storage), flat)
 
 
-def _index(storage: Storage, ids: IntArray) -> IntArray:
+def _index(storage: ReadView, ids: IntArray) -> IntArray:
     """Return the indices of rows as torchrl has them. Shape `(n,)`; `(n, ndim)` where ndim is above 1."""
     numbers = storage.geometry.index_of(ids)
     return numbers if storage.ndim == 1 else storage.geometry.unravel(numbers)

@@ -17,7 +17,7 @@ from expstore.samplers.filter import Filter
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["WindowTree", "new_sum_tree", "warm"]
 
@@ -56,7 +56,7 @@ class WindowTree:
         self.tree: SumTree | None = None
         #: What it shows.
         self.window = Window(0, 0)
-        self.upheavals = -1
+        self.deleted = -1
         self._version = 0
 
     def drop(self) -> None:
@@ -64,7 +64,7 @@ class WindowTree:
         self.tree = None
 
     def catch_up(
-        self, storage: Storage, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
+        self, storage: ReadView, weigh: Weigh, narrow: Callable[[Window], Window] | None = None
     ) -> SumTree:
         """Give new rows their weights, and take away those of rows that have left.
 
@@ -91,16 +91,16 @@ class WindowTree:
         return lambda places: weigh(places) * filter.masses[places]
 
     def _follow(
-        self, storage: Storage, window: Window, weigh: Weigh, moved: IntArray | None = None
+        self, storage: ReadView, window: Window, weigh: Weigh, moved: IntArray | None = None
     ) -> SumTree:
-        tree, shown, upheavals = self.tree, self.window, storage.upheavals
+        tree, shown, deleted = self.tree, self.window, storage.epochs.deleted
         changed = moved is not None and moved.size > 0
-        if tree is not None and (upheavals, window) == (self.upheavals, shown) and not changed:
+        if tree is not None and (deleted, window) == (self.deleted, shown) and not changed:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         size = storage.geometry.slots or 1 << max(12, (window.last - 1).bit_length())
         followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
-        if tree is None or upheavals != self.upheavals or not followed:
+        if tree is None or deleted != self.deleted or not followed:
             tree = new_sum_tree(size)
             places = storage.geometry.slot_of(window.ids())
             weights = np.zeros(tree.size)
@@ -114,13 +114,13 @@ class WindowTree:
             if changed and moved is not None:
                 new = np.concatenate([new, moved[window.holds(storage.geometry.ids_in(moved, window.last))]])
             tree.set(new, weigh(new))
-        self.tree, self.upheavals, self.window = tree, upheavals, window
+        self.tree, self.deleted, self.window = tree, deleted, window
         return tree
 
-    def change(self, storage: Storage, places: IntArray, weigh: Weigh) -> None:
+    def change(self, storage: ReadView, places: IntArray, weigh: Weigh) -> None:
         """Give slots other weights, as far as it shows the rows that lie there."""
         tree, window, filter = self.tree, self.window, self._filter
-        if tree is None or self.upheavals != storage.upheavals:
+        if tree is None or self.deleted != storage.epochs.deleted:
             return  # it will be made of all weights
         if window != storage.window:  # rows have come of which the tree does not know
             places = places[places < tree.size]

@@ -18,7 +18,7 @@ from expstore.errors import NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["SamplerWithoutReplacement", "Step"]
 
@@ -102,7 +102,7 @@ class SamplerWithoutReplacement(Sampler):
         """Whether the last batch has ended a pass."""
         return self._ran_out
 
-    def attach(self, storage: Storage) -> None:
+    def attach(self, storage: ReadView) -> None:
         """Go on where the storage's last sampler of this kind stopped."""
         super().attach(storage)
         with self._lock:
@@ -111,7 +111,7 @@ class SamplerWithoutReplacement(Sampler):
             self._key = None
             self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
-    def sample(self, storage: Storage, batch_size: int, generator: np.random.Generator) -> Selection:
+    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next `batch_size` rows of the pass; fewer at its end.
 
         Raises:
@@ -126,7 +126,7 @@ class SamplerWithoutReplacement(Sampler):
             raise self.nothing(storage)
         return found
 
-    def _try(self, storage: Storage, count: int, generator: np.random.Generator) -> Selection | None:
+    def _try(self, storage: ReadView, count: int, generator: np.random.Generator) -> Selection | None:
         choose = self._next if self.filter is None else self._next_matching
         with self._lock:
             for _ in range(_TRIES):
@@ -140,7 +140,7 @@ class SamplerWithoutReplacement(Sampler):
         return None
 
     def _next(
-        self, storage: Storage, size: int, batch_size: int, generator: np.random.Generator
+        self, storage: ReadView, size: int, batch_size: int, generator: np.random.Generator
     ) -> Selection:
         step = self._step(size, batch_size, generator)
         ids = storage.geometry.ids_at(_indices(storage, size, step.places), storage.window)
@@ -148,7 +148,7 @@ class SamplerWithoutReplacement(Sampler):
         return Selection(ids, progress=(self._kind, *step.after))
 
     def _next_matching(
-        self, storage: Storage, size: int, count: int, generator: np.random.Generator
+        self, storage: ReadView, size: int, count: int, generator: np.random.Generator
     ) -> Selection | None:
         """Do as `_next` with the rows that match; None: there are none."""
         begun = self._pass, self._position
@@ -174,7 +174,7 @@ class SamplerWithoutReplacement(Sampler):
         return Selection(ids, progress=(self._kind, *after))
 
     def _matches(
-        self, storage: Storage, named: tuple[tuple[int, int], int, int], position: int, count: int
+        self, storage: ReadView, named: tuple[tuple[int, int], int, int], position: int, count: int
     ) -> tuple[IntArray, int]:
         """Return the next rows of a pass that match, `count` or all that are left; and where others begin."""
         found: list[IntArray] = [np.empty(0, np.int64)]
@@ -224,7 +224,7 @@ class SamplerWithoutReplacement(Sampler):
         return self._permuted(key, number, size, places) if self.shuffle else places
 
     def sample_again(
-        self, storage: Storage, selection: Selection, generator: np.random.Generator
+        self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose the rows that have taken the places of those that were overwritten."""
         filter = self.filter
@@ -237,7 +237,7 @@ class SamplerWithoutReplacement(Sampler):
         # A long extend gives up rows before it writes others: a pass over those that are left begins.
         return self.sample(storage, selection.ids.size, generator)
 
-    def hand_out(self, storage: Storage, selection: Selection) -> None:
+    def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Keep how far the pass has come."""
         with self._lock:
             if selection.progress[1:3] > self._handed[:2]:  # of two threads the later rows may come first
@@ -245,11 +245,11 @@ class SamplerWithoutReplacement(Sampler):
                 storage.draws.note_progress(selection.progress[:4])
             self._ran_out = selection.progress[2] == 0
 
-    def stands(self, storage: Storage, selection: Selection) -> bool:
+    def stands(self, storage: ReadView, selection: Selection) -> bool:
         """Return whether the pass of a selection goes on: it does while the number of rows stays."""
         return selection.progress[3] == len(storage)
 
-    def rewind(self, storage: Storage) -> None:
+    def rewind(self, storage: ReadView) -> None:
         """Go back to where the last selection that was handed out has ended."""
         with self._lock:
             self._start(*self._handed)
@@ -299,7 +299,7 @@ def _key_of(generator: np.random.Generator) -> tuple[int, int]:
     return first, second
 
 
-def _indices(storage: Storage, size: int, places: IntArray) -> IntArray:
+def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, of `size`; in a full ring a row's number is its index."""
     window = storage.window
     if window.gaps:
@@ -312,7 +312,7 @@ def _indices(storage: Storage, size: int, places: IntArray) -> IntArray:
     return indices
 
 
-def _beside_gaps(storage: Storage, window: Window, places: IntArray) -> IntArray:
+def _beside_gaps(storage: ReadView, window: Window, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, in the order of their indices, where some were given up."""
     if storage.capacity is None:
         indices: IntArray = window.nth(places) - 1

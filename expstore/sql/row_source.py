@@ -16,9 +16,9 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Window
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.base import Storage
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.engine.archive import ARCHIVED_ID, Beside, with_left
+from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
     from expstore.sql.history_view import History
@@ -36,7 +36,7 @@ _NARROW_BYTES = 256
 _KEPT = (("_episode",), ("_step",), ("_time",))
 
 
-def relations_of(storage: Storage, window: Window) -> Relations:
+def relations_of(storage: ReadView, window: Window) -> Relations:
     """Return the rows of a window with all their columns."""
     from expstore.sql.index import Column, Relations
 
@@ -56,7 +56,7 @@ def relations_of(storage: Storage, window: Window) -> Relations:
         Column((f"_{entry.key[1]}",), entry.dtype, (), *found[place])
         for place, entry in enumerate(ROW_FIELDS, fields)
     ]
-    sampled = storage.sampled
+    sampled = storage.state.sampled
     if sampled is not None:
         gather = None if scattered is None else partial(scattered.counts, sampled)
         runs = window.runs() if scattered is None else ()
@@ -79,7 +79,7 @@ def relations_of(storage: Storage, window: Window) -> Relations:
     return Relations(columns, window, storage.capacity, rows=own)
 
 
-def history_of(storage: Storage, window: Window, beside: Beside) -> History:
+def history_of(storage: ReadView, window: Window, beside: Beside) -> History:
     """Return the rows of a ring and of its archive; none is on both sides.
 
     Args:
@@ -111,7 +111,7 @@ def history_of(storage: Storage, window: Window, beside: Beside) -> History:
     return History(held, Relations([*rows, *others], tops=tops, rows=names), window.low, window.last)
 
 
-def _taking(storage: Storage, place: int, window: Window) -> Callable[[IntArray], Array]:
+def _taking(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
     """Return what copies rows of a column out, by their numbers, counted from 0 at the oldest."""
     return lambda numbers: storage.read(window.nth(numbers), [place])[0]
 
@@ -126,7 +126,7 @@ class _Scattered:
         window: Which ones; it has gaps.
     """
 
-    def __init__(self, storage: Storage, window: Window) -> None:
+    def __init__(self, storage: ReadView, window: Window) -> None:
         self._storage, self._window = storage, window
 
     @cached_property
@@ -161,14 +161,14 @@ class _Scattered:
         return found
 
 
-def readable(storage: Storage, places: Sequence[int], window: Window) -> list[list[Array]]:
+def readable(storage: ReadView, places: Sequence[int], window: Window) -> list[list[Array]]:
     """View columns over all readable rows without copying: arrays one behind another per field."""
     parts = [storage.views(places, first, count) for first, count in window.runs()]
     return [[array for part in parts for array in part[number]] for number in range(len(places))]
 
 
 def _as_readable(
-    storage: Storage, places: Sequence[int], window: Window
+    storage: ReadView, places: Sequence[int], window: Window
 ) -> tuple[list[list[Array]], list[CorruptionError | None]]:
     """Do as `readable`, with nothing for columns that are damaged, and what is wrong with each."""
     with contextlib.suppress(CorruptionError):

@@ -24,11 +24,10 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
 from expstore.sql.row_source import history_of, readable, relations_of
-from expstore.storages.base import Storage
 from expstore.storages.batch import now_us
 from expstore.storages.engine.archive import Beside, with_left
-from expstore.storages.engine.backfill import unmoved
 from expstore.storages.episode_lookup import unknown_episode
+from expstore.storages.read_view import ReadView, unmoved
 
 if TYPE_CHECKING:
     from expstore.sql.index import Delta, Index, Result
@@ -55,14 +54,14 @@ class Catalog:
         config: Settings of DuckDB beside those of every index.
     """
 
-    def __init__(self, storage: Storage, *, config: Mapping[str, str] | None = None) -> None:
+    def __init__(self, storage: ReadView, *, config: Mapping[str, str] | None = None) -> None:
         self._storage = storage
         self._config = config
-        self._lock = storage.lock_order.ranked("catalog", threading.RLock())
+        self._lock = storage.locks.order.ranked("catalog", threading.RLock())
         self._index: Index | None = None
         self._closed = False
         self._whole = False  # the next commit must hold everything
-        self._takeovers = storage.takeovers
+        self._takeovers = storage.epochs.content
         self._pid = os.getpid()
 
     def query(
@@ -157,7 +156,7 @@ class Catalog:
             NotFoundError: There never was one of this id.
         """
         storage = self._storage
-        with storage.episode_lock:
+        with storage.locks.episodes:
             known = storage.episodes.find(number)
             if known is not None:
                 return known.entry(0, 0)
@@ -176,7 +175,7 @@ class Catalog:
         """Return the index if all that it lacks is known of, else after it was brought up to date."""
         with self._lock:
             index, storage = self._index, self._storage
-            if index is None or self._lost(index, storage.content):
+            if index is None or self._lost(index, storage.state.content):
                 return self.catch_up()
             return index
 
@@ -185,7 +184,7 @@ class Catalog:
         storage = self._storage
         # A store in RAM may have had another index, which took its changes with it.
         nothing = index.position == (0, 0) and storage.write_count > 0
-        return self._whole or nothing or not storage.index_floor <= index.position <= content
+        return self._whole or nothing or not storage.state.index_floor <= index.position <= content
 
     def catch_up(self, last: Mapping[str, object] | None = None) -> Index:
         """Hand the index what it lacks and return it; `last` is for `Index.commit`."""
@@ -193,11 +192,11 @@ class Catalog:
         with self._lock:
             index = self._index or self._open()
             storage = self._storage
-            with storage.episode_lock:
-                content = storage.content
+            with storage.locks.episodes:
+                content = storage.state.content
                 # What was taken over anew may lack rows of which no record speaks.
-                anew = storage.takeovers != self._takeovers and index.position > (0, 0)
-                self._takeovers = storage.takeovers
+                anew = storage.epochs.content != self._takeovers and index.position > (0, 0)
+                self._takeovers = storage.epochs.content
                 if index.position == content and not (self._whole or anew):
                     return index
                 whole = anew or self._lost(index, content)
@@ -240,7 +239,7 @@ class Catalog:
             return self.catch_up().query(select, [episodes], Relations()).arrow()
         with self._lock:
             table, entries, rest = self._storage.episodes, [], []
-            with self._storage.episode_lock:
+            with self._storage.locks.episodes:
                 for number in episodes.tolist():
                     known = table.find(number)
                     if known is None:

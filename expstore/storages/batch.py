@@ -39,6 +39,11 @@ class Rows:
     key: WriteKey | None = None
 
     @property
+    def last_id(self) -> int:
+        """Id of its last row."""
+        return self.first_id + self.count - 1
+
+    @property
     def ids(self) -> IntArray:
         """The rows' ids. Shape `(n,)`."""
         ids: IntArray = self.assignment.numbers[0]

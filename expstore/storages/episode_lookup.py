@@ -12,12 +12,12 @@ import numpy as np
 from expstore.core.values import IntArray
 from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 
 __all__ = ["check_episode", "rows_of_episode", "unknown_episode"]
 
 
-def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
+def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
     """Return the ids of an episode's readable rows, in the order of its steps. Shape `(n,)`, n > 0.
 
     Raises:
@@ -25,7 +25,7 @@ def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
     """
     number = check_episode(episode_id)
     storage.follow()
-    with storage.episode_lock:
+    with storage.locks.episodes:
         window = storage.query_window
         fragments = storage.episodes.fragments.rows
         own = fragments[:, fragments[0] == number]
@@ -38,7 +38,7 @@ def rows_of_episode(storage: Storage, episode_id: int) -> IntArray:
     return ids
 
 
-def unknown_episode(storage: Storage, number: int) -> NotFoundError:
+def unknown_episode(storage: ReadView, number: int) -> NotFoundError:
     """Return what to raise for an episode id that was never given."""
     newest = storage.episodes.next_episode - 1
     known = f"their ids are 1 to {newest}" if newest else "there is none yet"

@@ -10,6 +10,7 @@ from pathlib import Path
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import Store
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.zarr import ZarrStorage
 
@@ -18,7 +19,7 @@ __all__ = ["open_storage"]
 
 def open_storage(
     path: Path, capacity: int | None = None, *, settings: Settings | None = None, disk: Disk | None = None
-) -> ZarrStorage:
+) -> Store:
     """Open a store for writing, or make one.
 
     Args:

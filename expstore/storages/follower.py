@@ -24,18 +24,16 @@ from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Rows, Storage
-from expstore.storages.batch import Payload
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.overlay import Overlay
+from expstore.storages.description import Description
 from expstore.storages.engine.archive import archive_path
 from expstore.storages.engine.open_settings import Settings, look_up
-from expstore.storages.folder import FolderStorage
 from expstore.storages.format.control_page import StateView
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import LOCK, LOG
 from expstore.storages.format.writer_probe import Watch
+from expstore.storages.read_view import ReadView, closed_error
 from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
 from expstore.storages.recovery.recover import describe_past
 from expstore.storages.recovery.tail import LiveTail
@@ -96,13 +94,9 @@ class Origin:
     copied: bool = False
 
     @classmethod
-    def of(cls, storage: Storage) -> Origin | None:
+    def of(cls, storage: ReadView) -> Origin | None:
         """Return where a storage's rows come from; None: from RAM."""
-        if not isinstance(storage, FolderStorage):
-            return None
-        return cls(
-            storage.path.absolute(), storage.own_seed if isinstance(storage, FollowerStorage) else None
-        )
+        return None if storage.path is None else cls(storage.path.absolute(), storage.own_seed)
 
     def in_fork(self) -> Origin:
         """Return what a forked child opens."""
@@ -121,8 +115,8 @@ class Origin:
         return FollowerStorage(self.path, settings=Settings(mode="r", seed=self.seed), origin=self)
 
 
-class FollowerStorage(FolderStorage):
-    """Read a store without a part in it.
+class FollowerStorage(ReadView):
+    """Read a store that another process may be writing to.
 
     Beside a writer the newest rows show as soon as they stand in the columns: when the `extend` that wrote
     them returns, or within 0.1 s where batches are small (up to 8 rows of 16 KiB together). Crashes: there is
@@ -143,8 +137,9 @@ class FollowerStorage(FolderStorage):
             touched, the others can be read.
     """
 
-    kind = "zarr"
     follows = True
+    path: Path
+    manifest: Manifest
 
     def __init__(
         self,
@@ -163,11 +158,13 @@ class FollowerStorage(FolderStorage):
         self._entries: list[LogEntry] = []
         self._log_length = 0
         self._source = _Source()
-        self._turns = 0
+        self._looks = 0
         self._known = 0
         self._unseen = False
         self._archived: FollowerStorage | None = None
-        super().__init__(path, look_up(disk, path, capacity, settings), disk)
+        manifest = look_up(disk, path, capacity, settings)
+        super().__init__(self._description_of(manifest), disk=disk, path=path)
+        self.manifest, self.kind = manifest, manifest.storage
         self._watch = Watch(disk, path)
         self._look_again()
 
@@ -193,7 +190,11 @@ class FollowerStorage(FolderStorage):
         watch = Watch(self.disk, self.path)
         view = watch.look()
         manifest = Manifest.load(self.disk, self.path)
-        self.take_manifest(manifest)
+        self.manifest, self.kind = manifest, manifest.storage
+        known = self._description  # the fields change together with the columns
+        self._describe(
+            dataclasses.replace(self._description_of(manifest), schema=known.schema, keys=known.keys)
+        )
         fits = watch.fits(manifest.uuid, manifest.generation)
         if not former.live and view is not None and former.seen and view[:2] == former.seen[:2]:
             self._unseen = True  # taken for dead, in a container perhaps, it goes on all the same
@@ -223,19 +224,17 @@ class FollowerStorage(FolderStorage):
         self._watch = watch
         self._take_over(source, found, 0 if view is None else view.last)
 
-    def take_manifest(self, manifest: Manifest) -> None:
-        """Take over what expstore.json says; the seed stays the reader's own."""
-        super().take_manifest(manifest)
-        self.kind = manifest.storage
-        if self.own_seed is not None:
-            self.seed = self.own_seed
+    def _description_of(self, manifest: Manifest) -> Description:
+        """Return what expstore.json says, but with the reader's own seed, if it has one."""
+        found = Description.of(manifest)
+        return found if self.own_seed is None else dataclasses.replace(found, seed=self.own_seed)
 
     def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
         schema, known = self.manifest.schema, self.schema
         moves = known is not None and not (schema is not None and schema.same(known))
-        with self.moving_places(moves):
+        with self.epochs.changing_fields(moves):
             if schema is not None and (moves or known is None):
-                self.keys, self.schema = self.resolve_keys(schema), schema
+                self._describe(self._description.with_fields(schema, self.manifest.find_keys(schema)))
             self._take_source(source, found, last)
 
     def _take_source(self, source: _Source, found: Replay | None, last: int) -> None:
@@ -245,7 +244,7 @@ class FollowerStorage(FolderStorage):
         if found is not None:
             past = found.past
             self._log_length, self._entries = past.log_length if past else 0, found.entries
-            self._state = dataclasses.replace(self._state, episodes=found.table, write_count=0)
+            self._adopt(dataclasses.replace(self._state, episodes=found.table, write_count=0))
             if past is not None:
                 last = past.state.last
                 self._state.recover(past.state, past.window(self.capacity))
@@ -253,13 +252,12 @@ class FollowerStorage(FolderStorage):
         else:
             self.counters.recovered = None
         if source.columns is not None:
-            self.priorities.values = _priorities(source.columns, source.overlay, self._slots_of(last))
+            self.priorities.show(_priorities(source.columns, source.overlay, self._slots_of(last)))
         self._known = last
         former, self._source = self._source, source
         former.close()
-        self._turns += 1
-        self.upheavals += 1
-        self.takeovers += 1
+        self._looks += 1
+        self.epochs.note_content()
 
     def _slots_of(self, last: int) -> int:
         """Return how many slots the ids up to `last` take."""
@@ -268,7 +266,7 @@ class FollowerStorage(FolderStorage):
     def refresh(self) -> None:
         """Bring episodes up to the rows that show, priorities too."""
         self.follow()
-        self.upheavals += 1  # priorities may have been set
+        self.epochs.note_deleted()  # priorities may have been set
 
     def follow(self) -> None:
         """Bring episodes up to the rows that show, and notice that the writer has gone.
@@ -280,7 +278,8 @@ class FollowerStorage(FolderStorage):
             StorageError: The store cannot be read.
         """
         with self.lock:
-            super().check_writable()  # only asks whether it is closed
+            if self._closed:
+                raise closed_error()
             source = self._current()
             if source.live:
                 stale = not self._watch.writer_lives(unseen=self._unseen)
@@ -294,9 +293,11 @@ class FollowerStorage(FolderStorage):
     def stored_specs(self) -> str:
         """Return what the writer keeps of the fields' values just now."""
         with self.lock:
-            super().check_writable()  # only asks whether it is closed
-            self.specs = self._patiently(lambda: Manifest.load(self.disk, self.path)).specs
-        return self.specs
+            if self._closed:
+                raise closed_error()
+            specs = self._patiently(lambda: Manifest.load(self.disk, self.path)).specs
+            self._describe(dataclasses.replace(self._description, specs=specs))
+        return specs
 
     def _generation(self) -> int:
         return Manifest.load(self.disk, self.path).generation
@@ -308,18 +309,20 @@ class FollowerStorage(FolderStorage):
             return
         if view.last > view.retired:
             self._look_further(view.last)
-        with self.episode_lock:
+        with self.locks.episodes:
             tail = self._tail
             if tail is None or not tail.go_on(view.last):
                 self._tail = None
                 tail = LiveTail(self, view.last, self._episode_rows)
             self._tail = tail
-            self._state = dataclasses.replace(
-                self._state,
-                episodes=tail.table,
-                write_count=tail.state.write_count,
-                content=tail.state.content,
-                index_floor=tail.state.index_floor,
+            self._adopt(
+                dataclasses.replace(
+                    self._state,
+                    episodes=tail.table,
+                    write_count=tail.state.write_count,
+                    content=tail.state.content,
+                    index_floor=tail.state.index_floor,
+                )
             )
             self.priorities.note_largest(tail.state.max_priority)
 
@@ -378,14 +381,15 @@ class FollowerStorage(FolderStorage):
                 columns.look(self._slots_of(last))
                 columns.look_to(last)
                 if columns.ready != before:
-                    self.priorities.values = _priorities(columns, self._source.overlay, self._slots_of(last))
+                    overlay, slots = self._source.overlay, self._slots_of(last)
+                    self.priorities.show(_priorities(columns, overlay, slots))
                 self._known = last
 
     @property
     def given_up(self) -> int:
         """The newest id that was given up for other reasons than age."""
         view = self._watch.look() if self._source.live else None
-        return self.retired if view is None else view.retired
+        return self._state.retired if view is None else view.retired
 
     def archived(self) -> FollowerStorage | None:
         """Return where rows are that have left the store; None: nowhere.
@@ -410,7 +414,7 @@ class FollowerStorage(FolderStorage):
     @property
     def changes(self) -> int:
         """A number that moves whenever rows are changed in place."""
-        return self._watch.change if self._source.live else 2 * self._turns
+        return self._watch.change if self._source.live else 2 * self._looks
 
     def changed_since(self, changes: int) -> IntArray | None:
         """Return the slots changed in place since `changes` was this even number; None: whichever."""
@@ -448,7 +452,7 @@ class FollowerStorage(FolderStorage):
         while True:
             watch, live = self._watch, self._source.live
             before = watch.change
-            columns = self._take(slots, places)
+            columns = self.take(slots, places)
             if not live or not watch.touched(slots, before):
                 return columns
             now = time.monotonic()
@@ -459,7 +463,8 @@ class FollowerStorage(FolderStorage):
                     raise StateError(f"the writer of {self.path} is changing these rows", hint="try again")
             time.sleep(_PAUSE_SECONDS)
 
-    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+    def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
         source = self._source
         if source.columns is None:
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
@@ -469,7 +474,8 @@ class FollowerStorage(FolderStorage):
             return group.take(slots, wanted)
         return [source.overlay.take(place, group.columns[place], slots) for place in wanted]
 
-    def _sizes_of(self, ids: IntArray) -> IntArray:
+    def sizes_of(self, ids: IntArray) -> IntArray:
+        """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
         columns = self._source.columns
         if columns is None or columns.segments is None:
             return np.zeros(ids.size, np.int64)
@@ -504,8 +510,8 @@ class FollowerStorage(FolderStorage):
             yield from read_log(self.disk, self.path / LOG, self._log_length)
             yield from self._entries
 
-    def stream(self) -> int:
-        """Return the second word of the key of this handle's draws: 1 with a seed of its own, else chance."""
+    def draw_stream(self) -> int:
+        """Return the second word of the key of this object's draws: 1 with a seed of its own, else chance."""
         if self.own_seed is not None and not self._origin.copied:
             return 1
         return int.from_bytes(os.urandom(8), "little")
@@ -515,42 +521,29 @@ class FollowerStorage(FolderStorage):
         """The process that writes to the store; None: it has no writer."""
         return read_owner(self.disk, self.path / LOCK) if self._source.live else None
 
-    # -- what only a writer does -----------------------------------------------------------------
+    # -- the writer's side ---------------------------------------------------------------------------
 
-    @property
-    def can_write(self) -> bool:
-        """Whether the storage is open for writing; it never is."""
-        return False
+    def writer(self) -> NoReturn:
+        """Refuse: this object only reads.
 
-    def check_writable(self) -> NoReturn:
-        """Raise StateError: a follower only reads."""
-        super().check_writable()
+        Raises:
+            StateError: Always; the message says who may write.
+        """
+        if self._closed:
+            raise closed_error()
         raise StateError(
             f"{self.path} {self._origin.reason}",
             hint="write with the buffer that has it open with mode='a'",
         )
 
-    def _create(self, schema: Schema, keys: Keys) -> None:
-        self.check_writable()
+    def meta(self) -> dict[str, Any]:
+        """Return the user's own facts."""
+        return dict(self.manifest.meta)
 
-    def _put(self, rows: Rows, skipped: int) -> Payload:
-        self.check_writable()
-
-    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        self.check_writable()
-
-    def _annotate(self, entry: LogEntry) -> None:
-        self.check_writable()
-
-    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        self.check_writable()
-
-    def _begin_sampled(self) -> None:
-        self.check_writable()
-
-    def sync(self) -> None:
-        """Raise StateError: nothing is written here."""
-        self.check_writable()
+    def facts(self) -> dict[str, Any]:
+        """Return what the relation `meta` shows."""
+        manifest = self.manifest
+        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -568,12 +561,12 @@ class FollowerStorage(FolderStorage):
     def close(self) -> None:
         """Let go; a second call does nothing."""
         with self.lock:
-            self._closed = True
+            self._note_closed()
             if self._archived is not None:
                 self._archived.close()
             self._source.close()
             self._source = _Source()
-            self._state = dataclasses.replace(self._state, episodes=EpisodeTable())
+            self._adopt(dataclasses.replace(self._state, episodes=EpisodeTable()))
             self._watch.close()
             if self._tail is not None:
                 self._tail.close()

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from expstore.data.containers import Layout
     from expstore.episodes.table import Steps
     from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = [
     "OVERTAKEN",
@@ -52,7 +53,7 @@ PATIENCE = 3  # reads that may meet overwritten rows before the writer is asked 
 OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
-def layout_of(storage: Storage, dim: int | None = None) -> Layout:
+def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
     """Return which dims of a batch make the rows of a storage; `dim` is time, by default the last of them."""
     from expstore.data.containers import Layout
 
@@ -65,7 +66,7 @@ def layout_of(storage: Storage, dim: int | None = None) -> Layout:
     )
 
 
-def find(storage: Storage, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
+def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
     """Return the ids of the rows that an index means, and the shape of what it takes.
 
     Args:
@@ -104,7 +105,7 @@ def _plain(index: Any) -> Any:
     return index
 
 
-def _sorted(storage: Storage) -> IntArray:
+def _sorted(storage: ReadView) -> IntArray:
     """Return the ids that can be read, in the order of their numbers; whole steps. Shape `(rows,)`."""
     window = storage.window
     ids = window.ids()
@@ -117,7 +118,7 @@ def _sorted(storage: Storage) -> IntArray:
     return ordered
 
 
-def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]:
+def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]]:
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if isinstance(index, slice):
@@ -138,7 +139,7 @@ def _find_flat(storage: Storage, index: Any) -> tuple[IntArray, tuple[int, ...]]
 
 
 def read_rows(
-    storage: Storage,
+    storage: ReadView,
     locate: Callable[[], IntArray],
     places: Sequence[int] | None = None,
     *,
@@ -181,7 +182,7 @@ def read_rows(
 
 
 def read_present(
-    storage: Storage, ids: IntArray, places: Sequence[int] | None = None
+    storage: ReadView, ids: IntArray, places: Sequence[int] | None = None
 ) -> tuple[IntArray, list[Array]]:
     """Copy out those of some rows that are still there.
 
@@ -199,7 +200,7 @@ def read_present(
     return read_rows(storage, lambda: ids[storage.window.holds(ids)], places)
 
 
-def get(storage: Storage, index: Any, dim: int = 0) -> Any:
+def get(storage: ReadView, index: Any, dim: int = 0) -> Any:
     """Read rows by index, put together as they came.
 
     Args:
@@ -231,7 +232,7 @@ def _moved(rows: Any, device: torch.device) -> Any:
     return tree_map(lambda thing: thing.to(device) if can_move(thing) else thing, rows, is_leaf=can_move)
 
 
-def contains(storage: Storage, item: Any) -> Any:
+def contains(storage: ReadView, item: Any) -> Any:
     """Say which indices rows can be read at, as torchrl's storages do."""
     import torch
 
@@ -247,7 +248,7 @@ def contains(storage: Storage, item: Any) -> Any:
     return torch.from_numpy(np.asarray(found)) if isinstance(item, torch.Tensor) else bool(found)
 
 
-def rows_of(storage: Storage) -> Iterator[Any]:
+def rows_of(storage: ReadView) -> Iterator[Any]:
     """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
     rows = len(storage) if storage.geometry.lanes == 1 else _sorted(storage).size // storage.geometry.lanes
     for number in range(rows):
@@ -279,7 +280,7 @@ def put(storage: Storage, index: Any, data: Any) -> None:
             replace_rows(storage, find(storage, index)[0], batch)
 
 
-def _is_next(storage: Storage, index: Any, batch: Batch) -> bool:
+def _is_next(storage: ReadView, index: Any, batch: Batch) -> bool:
     """Return whether an index means the rows right behind the last one, of which there are none yet."""
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
         return False
@@ -353,7 +354,8 @@ def append_rows(
         joins.note(assignment.segments)
     if assignment.sources or assignment.restarted:
         warn_of(storage, assignment, source, steps.session)
-    return rows.ids
+    ids: IntArray = assignment.numbers[0]
+    return ids
 
 
 def prepare(storage: Storage, batch: Batch) -> Schema:

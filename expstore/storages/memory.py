@@ -6,7 +6,8 @@ Same rows, episodes and SQL as a store on disk; nothing outlives the process.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,21 +17,18 @@ from expstore.core.buffer_pool import LEAST_BYTES, Recycled
 from expstore.core.draw_state import DrawState, from_json
 from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.values import Array, IntArray, Key, Window, cut_run
-from expstore.episodes.log import LogEntry
-from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
-from expstore.storages.batch import Payload
 from expstore.storages.columns.sample_counts import Sampled
+from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.new_field import Coming
-from expstore.storages.row_state import RowState
+from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.portable_storage import PortableStorage
 from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
-from expstore.storages.snapshots.snapshot_methods import VersionedStorage
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MemoryStorage"]
 
 
-class MemoryStorage(PortableStorage, VersionedStorage):
+class MemoryStorage(PortableStorage):
     """Keep rows in RAM.
 
     Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
@@ -49,6 +47,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         capacity: Most readable rows; None: unbounded.
         seed: Key of all draws.
         ndim: As `Storage`.
+        flatten: Whether all dims of a batch are rows of streams of their own, as in stores on disk.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
@@ -58,13 +57,13 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     keeps_variable = True
     keeps_objects = True
 
-    def __init__(self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1) -> None:
-        super().__init__(capacity, ndim=ndim)
-        self.seed = seed
+    def __init__(
+        self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1, flatten: bool = False
+    ) -> None:
+        super().__init__(capacity, ndim=ndim, seed=seed, flatten=flatten)
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
-        self._log: list[LogEntry] = []
-        self._reshaping = Reshaping(self.lock_order)
+        self._reshaping = Reshaping(self.locks.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy, here or in another process, have the whole content and go on by itself."""
@@ -82,11 +81,12 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             return super().geometry_for(schema, ring)
         return ring.with_slots(round_up(-(-ring.capacity // 8), ring.lanes), 0)
 
-    def _begin_sampled(self) -> None:
-        self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
+    @property
+    def fields(self) -> _Fields:
+        """What adds and drops fields."""
+        return _Fields(self)
 
-    def add_field(self, coming: Coming) -> None:
-        """Have one more field: all of it, or nothing."""
+    def _add_field(self, coming: Coming) -> None:
         with self._reshaping.act():
             with self.lock:
                 self.check_writable()
@@ -109,8 +109,7 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                     schema, coming.specs, [*self._columns[:place], column.rows, *self._columns[place:]]
                 )
 
-    def drop_field(self, key: Key, specs: str) -> None:
-        """Have one field less: all of it goes, or nothing."""
+    def _drop_field(self, key: Key, specs: str) -> None:
         with self._reshaping.act(), self.lock:
             self.check_writable()
             check_going(self, key)
@@ -119,12 +118,21 @@ class MemoryStorage(PortableStorage, VersionedStorage):
             self._reshape(schema, specs, [self._columns[number] for number in rest])
 
     def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
-        with self.moving_places():
+        with self.epochs.changing_fields():
+            self._columns = columns
             # Which fields say what a row is to its episode stays as it is.
-            self._columns, self.schema, self.specs = columns, schema, specs
-            self.upheavals += 1
+            self._describe(replace(self._description, schema=schema, specs=specs))
+            self.epochs.note_deleted()
 
-    def _put(self, rows: Rows, skipped: int) -> Payload:
+    def _append(self, rows: Rows) -> None:
+        skipped = self._reserve(rows)
+        self._put(rows, skipped)
+        runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
+        self.priorities.start(runs, self.geometry.slots)
+        self._commit(rows)
+
+    def _put(self, rows: Rows, skipped: int) -> None:
+        """Write the values of all rows but the first `skipped`."""
         first, count = rows.first_id + skipped, rows.count - skipped
         if self.geometry.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
@@ -136,51 +144,9 @@ class MemoryStorage(PortableStorage, VersionedStorage):
                     column[slot : slot + n] = part
                 else:
                     column.put(np.arange(slot, slot + n), part)
-        return Payload()
-
-    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
-        self.priorities.start(runs, self.geometry.slots)
-        assignment = rows.assignment
-        with self.episode_lock:
-            self._log += self.episodes.commit(
-                assignment.segments,
-                assignment.sources,
-                first_id=rows.first_id,
-                time=rows.time,
-                sequence=self.counters.extends,
-                info=rows.info,
-            )
-            last, position = rows.first_id + rows.count - 1, (1, self.content[1] + 1)
-            self._state.commit(last, rows.count, self.geometry.capacity, position)
-            self._note_key(rows)
-
-    def _annotate(self, entry: LogEntry) -> None:
-        self._log += self.episodes.annotate(entry, self.counters.extends)
-        self._note_content()
-
-    def _record_episodes(self, change: End | Resume) -> None:
-        self._log += self.episodes.apply(change, self.counters.extends)
-        self._note_content()
-
-    def _note_content(self) -> None:
-        self._state.note_content((1, self.content[1] + 1))
-
-    def log_entries(self) -> Iterator[LogEntry]:
-        """Return everything that was noted about episodes that ended, in order."""
-        return iter(self._log)
-
-    def retire(self, through: int) -> None:
-        """Give up the rows with ids <= `through`, for good."""
-        with self.episode_lock:
-            super().retire(through)
-            self._note_content()
 
     def _forget(self, last: int) -> None:
-        with self.episode_lock:
-            self._log += self.episodes.end_episodes(self.counters.extends)
-            super()._forget(last)
-            self._note_content()
+        super()._forget(last)
         if self.geometry.slots is None and self.schema is not None:
             for column in self._columns:
                 if not isinstance(column, np.ndarray):
@@ -191,49 +157,48 @@ class MemoryStorage(PortableStorage, VersionedStorage):
     def load_version(self, folder: Path) -> None:
         """Put the content of the version in a folder in the place of what there is."""
         self.check_writable()
-        self._take_content(read_content(self.disk, folder))
+        self.load_content(read_content(self.disk, folder))
 
-    def _take_content(self, content: ContentLike) -> None:
+    def load_content(self, content: ContentLike) -> None:
+        """Put a content in the place of what there is: all of it, or nothing."""
         with self.lock:
-            self._wait_for_copy(None)
-            arrival = Arrival(content, self)
+            self.hold.wait()
+            arrival = Arrival.of(content, self)
             manifest = arrival.manifest
             columns, priorities, table = self._arrange(arrival)
             sampled = self._arrange_sampled(arrival)
             moves = self.schema is not None and not self.schema.same(manifest.schema)
-            with self.changing(), self.sampled_lock, self.episode_lock, self.moving_places(moves):
-                self.schema, self.geometry, self.seed = manifest.schema, manifest.geometry, manifest.seed
-                self.flatten = manifest.flatten
-                self.ranking, self.specs = manifest.ranking, manifest.specs
-                if manifest.schema is not None:
-                    self.keys = manifest.find_keys(manifest.schema)
-                self._log = list(arrival.entries())
-                position = (1, self.content[1] + 1)
-                base = arrival.base(position)
-                limits = base["limits"][0], base["limits"][1]
-                self.draws = DrawState(
-                    base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"])
-                )
+            position = self._next_position()
+            base = arrival.base(position)
+            limits = base["limits"][0], base["limits"][1]
+            draws = DrawState(base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"]))
+            locks = self.locks
+            with self._changing(), locks.sampled, locks.episodes, self.epochs.changing_fields(moves):
+                self._describe(replace(Description.of(manifest), uuid=self.uuid))
                 self._columns = columns
                 self.priorities.restore(priorities, base["max_priority"])
-                self._state = RowState(
-                    window=Window(arrival.low, arrival.last, manifest.gaps),
-                    horizon=arrival.last,
-                    retired=arrival.low,
-                    write_count=base["write_count"],
-                    episodes=table,
-                    priorities=self.priorities,
-                    write_keys=self.write_keys,
-                    sampled=sampled,
-                    content=position,
-                    index_floor=position,
+                self._adopt(
+                    RowState(
+                        window=Window(arrival.low, arrival.last, manifest.gaps),
+                        horizon=arrival.last,
+                        retired=arrival.low,
+                        write_count=base["write_count"],
+                        episodes=table,
+                        log=EpisodeList(arrival.entries()),
+                        priorities=self.priorities,
+                        write_keys=self._state.write_keys,
+                        sampled=sampled,
+                        draws=draws,
+                        content=position,
+                        index_floor=position,
+                    )
                 )
-                self.takeovers += 1
+                self.epochs.note_content()
 
     def _arrange(self, arrival: Arrival) -> tuple[list[Array | Cells], Array, EpisodeTable]:
         """Return the columns, the priorities and the episodes that arrive, as they are kept here."""
         manifest, table = arrival.manifest, EpisodeTable(session=self.episodes.session.id)
-        table.load_base(arrival.base(self.content)["episodes"])
+        table.load_base(arrival.base(self._state.content)["episodes"])
         if manifest.schema is None:
             return [], np.ones(0, np.float32), table
         size = manifest.slots or max(4096, 2 * arrival.last)
@@ -262,18 +227,18 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         sampled.put(cut_run(arrival.low + 1, arrival.count, manifest.slots), arrival.counts())
         return sampled
 
-    def _make_room(self, count: int) -> None:
-        if self.geometry.slots is not None and count > self.geometry.spare:
-            through = min(self.last, self.last + count - self.geometry.slots)
-            if through > self.window.low:
-                self.retire(through)
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
+        self.hold.wait()
+        slots = self.geometry.slot_of(ids)
+        with self._changing(slots):
+            for place, values in zip(places, columns, strict=True):
+                is_priority = place == self.priority_place
+                _put(self.priorities.values if is_priority else self._columns[place], slots, values)
 
-    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        for place, values in zip(places, columns, strict=True):
-            is_priority = place == self.priority_place
-            _put(self.priorities.values if is_priority else self._columns[place], slots, values)
-
-    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+    def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         return [self._taken(place, slots) for place in wanted]
 
@@ -296,8 +261,8 @@ class MemoryStorage(PortableStorage, VersionedStorage):
         """Do nothing: there is no disk."""
 
     def close(self) -> None:
-        """Let go of the rows."""
-        self._closed = True
+        """Refuse to read or write from now on; a second call does nothing."""
+        self._note_closed()
 
 
 def _empty(entry: Field, size: int) -> Array | Cells:
@@ -323,6 +288,27 @@ def _put(column: Array | Cells, slots: IntArray, values: Any) -> None:
 
 def _part(column: Array | Cells, slot: int, count: int) -> Any:
     return column[slot : slot + count] if isinstance(column, np.ndarray) else column.part(slot, count)
+
+
+class _Fields:
+    """Add and drop the fields of a storage in RAM.
+
+    Args:
+        storage: Whose fields.
+    """
+
+    __slots__ = ("_storage",)
+
+    def __init__(self, storage: MemoryStorage) -> None:
+        self._storage = storage
+
+    def add(self, coming: Coming) -> None:
+        """Have one more field: all of it, or nothing."""
+        self._storage._add_field(coming)
+
+    def drop(self, key: Key, specs: str) -> None:
+        """Have one field less: all of it goes, or nothing."""
+        self._storage._drop_field(key, specs)
 
 
 class _Column:

@@ -6,16 +6,21 @@ Used by every storage. It touches no file, and takes no lock.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from expstore.core.idempotency import WriteKeys
+from expstore.core.draw_state import DrawState
+from expstore.core.idempotency import WriteKey, WriteKeys
 from expstore.core.values import Window
+from expstore.episodes.log import LogEntry
+from expstore.episodes.sessions import End, Resume
 from expstore.episodes.table import EpisodeTable
+from expstore.storages.batch import Rows
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import Sampled
 
-__all__ = ["RowState"]
+__all__ = ["EpisodeList", "RowState"]
 
 
 class Recovered(Protocol):
@@ -42,6 +47,40 @@ class Recovered(Protocol):
         """The largest priority so far."""
 
 
+class EpisodeList:
+    """What was noted about episodes that ended, in RAM.
+
+    Example:
+        >>> log = EpisodeList()
+        >>> log.append([])
+        >>> list(log.read())
+        []
+    """
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: Iterable[LogEntry] = ()) -> None:
+        self._entries = list(entries)
+
+    def append(self, entries: Iterable[LogEntry]) -> None:
+        """Keep entries behind those that there are."""
+        self._entries += entries
+
+    def read(self) -> Iterator[LogEntry]:
+        """Return every entry in order."""
+        return iter(self._entries)
+
+
+class EpisodeNotes(Protocol):
+    """Where entries of ended episodes go: `EpisodeList`, or episodes.log."""
+
+    def append(self, entries: list[LogEntry]) -> None:
+        """Keep entries behind those that there are."""
+
+    def read(self) -> Iterator[LogEntry]:
+        """Return every entry in order."""
+
+
 def _no_episodes() -> EpisodeTable:
     return EpisodeTable(session=uuid.uuid4().hex)
 
@@ -64,9 +103,11 @@ class RowState:
         retired: The newest id that left otherwise than by age.
         write_count: How many rows were ever written.
         episodes: Of the rows.
+        log: What was noted about episodes that ended.
         priorities: By slot.
         write_keys: Under which idempotency keys rows were written.
         sampled: How often each row was handed out; None: it is not counted.
+        draws: The next draw. An opening that follows an interruption keeps the object.
         content: Position of the newest record that says something of rows: generation and LSN.
         index_floor: An index of SQL that is older than this position must be built anew.
     """
@@ -76,9 +117,11 @@ class RowState:
     retired: int = 0
     write_count: int = 0
     episodes: EpisodeTable = field(default_factory=_no_episodes)
+    log: EpisodeNotes = field(default_factory=EpisodeList)
     priorities: Priorities = field(default_factory=Priorities)
     write_keys: WriteKeys = field(default_factory=WriteKeys)
     sampled: Sampled | None = None
+    draws: DrawState = field(default_factory=DrawState)
     content: tuple[int, int] = (0, 0)
     index_floor: tuple[int, int] = (0, 0)
 
@@ -133,6 +176,56 @@ class RowState:
     def note_content(self, position: tuple[int, int]) -> None:
         """Keep the position of the newest record that says something of rows."""
         self.content = position
+
+    def commit_rows(self, rows: Rows, capacity: int | None, position: tuple[int, int]) -> None:
+        """Let rows be read that are written: episodes, window and key follow their commit record.
+
+        The lock of the episodes is held.
+
+        Args:
+            rows: What it commits.
+            capacity: How many rows can be read at most; None: any number.
+            position: Generation and LSN of the record.
+        """
+        entries = self.episodes.commit(
+            rows.assignment.segments,
+            rows.assignment.sources,
+            first_id=rows.first_id,
+            time=rows.time,
+            sequence=position[1],
+            info=rows.info,
+        )
+        self.log.append(entries)
+        self.commit(rows.last_id, rows.count, capacity, position)
+        if rows.key is not None:
+            self.note_key(rows, rows.key)
+
+    def annotate(self, change: LogEntry | End | Resume, position: tuple[int, int]) -> None:
+        """Follow a record about episodes; the lock of the episodes is held.
+
+        Args:
+            change: What it says.
+            position: Generation and LSN of the record.
+        """
+        self.log.append(self.episodes.apply(change, position[1]))
+        self.note_content(position)
+
+    def clear(self, last: int, position: tuple[int, int]) -> None:
+        """Give up all rows, and end all episodes; the next id is `last` + 1.
+
+        The lock of the episodes is held.
+
+        Args:
+            last: The newest id that is given up.
+            position: Generation and LSN of the record that says so.
+        """
+        self.log.append(self.episodes.end_episodes(position[1]))
+        self.forget(last)
+        self.note_content(position)
+
+    def note_key(self, rows: Rows, key: WriteKey) -> None:
+        """Know the idempotency key of rows that were committed."""
+        self.write_keys.note(key, rows.first_id, rows.count, rows.time)
 
     def count_sampled(self, sampled: Sampled) -> None:
         """Keep from now on how often each row is handed out."""

@@ -20,7 +20,7 @@ from expstore.kernels.loader import compiling
 
 if TYPE_CHECKING:
     from expstore.kernels.step_runs import RunTable
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Runs", "Taken", "as_names"]
 
@@ -64,10 +64,10 @@ class Runs:
         ...     storage.runs.rows(np.array([0]), storage.runs.first[:1], np.array([1]))
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ReadView) -> None:
         # A follower's look may take the storage's lock, under which other threads look.
         self.lock: threading.RLock = (
-            storage.lock if storage.follows else storage.lock_order.ranked("runs", threading.RLock())
+            storage.lock if storage.follows else storage.locks.order.ranked("runs", threading.RLock())
         )
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
@@ -99,7 +99,7 @@ class Runs:
             hint="give the store a larger capacity",
         )
 
-    def _look(self, storage: Storage) -> Window:
+    def _look(self, storage: ReadView) -> Window:
         if self._is_current(storage):
             return self._window
         with self.lock:
@@ -116,20 +116,20 @@ class Runs:
             self._known, self._window = known.of, known.window
             return known.window
 
-    def _held(self) -> Storage:
+    def _held(self) -> ReadView:
         storage = self._storage()
         if storage is None:
             raise StateError("the storage is gone")
         return storage
 
-    def _is_current(self, storage: Storage) -> bool:
+    def _is_current(self, storage: ReadView) -> bool:
         """Return whether nothing has changed since the last look."""
         episodes = storage.episodes
         return episodes is self._known and storage.query_window == self._window and episodes.fragments.quiet
 
-    def _take(self, storage: Storage, *, whole: bool = False) -> Taken:
+    def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         """Copy what came since the last time, or all there is."""
-        with storage.episode_lock:
+        with storage.locks.episodes:
             episodes, window = storage.episodes, storage.query_window
             touched = episodes.fragments.take_touched()
             whole = whole or touched is None or episodes is not self._known
@@ -218,7 +218,7 @@ class Runs:
         """
         storage = self._held()
         # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
-        (names,) = storage._take(storage.geometry.slot_of(ids), [self._names_place()])
+        (names,) = storage.take(storage.geometry.slot_of(ids), [self._names_place()])
         return self.table.locate(as_names(names.reshape(-1)), ids)
 
     def _names_place(self) -> int:

@@ -24,6 +24,7 @@ from expstore.storages.batch import now_us
 if TYPE_CHECKING:
     from expstore.episodes.table import Assignment, Episode
     from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = [
     "end_episodes",
@@ -39,7 +40,7 @@ __all__ = [
 _logger = logging.getLogger("expstore")
 
 
-def observe(storage: Storage) -> None:
+def observe(storage: ReadView) -> None:
     """Note which fields of the rows tell whether a row continues an episode."""
     memory, schema = storage.episodes.joins, storage.schema
     pairs = [] if schema is None else find_observations(schema, storage.keys)
@@ -49,7 +50,7 @@ def observe(storage: Storage) -> None:
     memory.schema, memory.pairs, memory.names = schema, pairs, names
 
 
-def next_observations(storage: Storage, row: int) -> list[Array] | None:
+def next_observations(storage: ReadView, row: int) -> list[Array] | None:
     """Read the next observations of a row, by id; None if the row is gone."""
     ids = np.array([row])
     if not storage.window.holds(ids).all():
@@ -57,7 +58,9 @@ def next_observations(storage: Storage, row: int) -> list[Array] | None:
     return storage.read(ids, [after for _, after in storage.episodes.joins.pairs])
 
 
-def warn_of(storage: Storage, assignment: Assignment, source: str | None, session: SessionKey | None) -> None:
+def warn_of(
+    storage: ReadView, assignment: Assignment, source: str | None, session: SessionKey | None
+) -> None:
     """Log, once for each source, what is wrong with how it is written to.
 
     Args:
@@ -86,13 +89,13 @@ def warn_of(storage: Storage, assignment: Assignment, source: str | None, sessio
             )
 
 
-def _warn(storage: Storage, text: str, once: Hashable) -> None:
+def _warn(storage: ReadView, text: str, once: Hashable) -> None:
     if once not in storage.episodes.joins.warned:
         storage.episodes.joins.warned.add(once)
         _logger.warning(text)
 
 
-def end_episodes(storage: Storage, source: str | None = None, *, session: SessionKey | None = None) -> None:
+def end_episodes(storage: ReadView, source: str | None = None, *, session: SessionKey | None = None) -> None:
     """End open episodes: they become `cut`, and truncated ones take no more rows.
 
     Args:
@@ -105,7 +108,7 @@ def end_episodes(storage: Storage, source: str | None = None, *, session: Sessio
         StorageError: The disk failed; no episode is ended.
     """
     with storage.lock:
-        storage.check_writable()
+        writer = storage.writer()
         table = storage.episodes
         if source is not None:
             numbers: Sequence[int] | None = table.sources_named(source, session=session)
@@ -114,10 +117,10 @@ def end_episodes(storage: Storage, source: str | None = None, *, session: Sessio
         else:
             known = table.session_of(session)
             numbers = [] if known is None else known.numbers()
-        _end(storage, numbers)
+        _end(writer, numbers)
 
 
-def end_unnamed(storage: Storage, session: SessionKey | None = None) -> None:
+def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
     """End the open episodes of a session's unnamed stream, of all its lanes; see `end_episodes`.
 
     Args:
@@ -125,8 +128,7 @@ def end_unnamed(storage: Storage, session: SessionKey | None = None) -> None:
         session: Which one; None: the own one.
     """
     with storage.lock:
-        storage.check_writable()
-        _end(storage, storage.episodes.unnamed_sources(session or storage.episodes.session))
+        _end(storage.writer(), storage.episodes.unnamed_sources(session or storage.episodes.session))
 
 
 def _end(storage: Storage, numbers: Sequence[int] | None) -> None:
@@ -134,7 +136,7 @@ def _end(storage: Storage, numbers: Sequence[int] | None) -> None:
         storage.annotate(End(now_us(), None if numbers is None else tuple(numbers)))
 
 
-def end_sessions(storage: Storage, sessions: Iterable[SessionKey]) -> None:
+def end_sessions(storage: ReadView, sessions: Iterable[SessionKey]) -> None:
     """End sessions: their open episodes become `cut`.
 
     Sessions that have ended, or have written nothing, are skipped.
@@ -144,11 +146,11 @@ def end_sessions(storage: Storage, sessions: Iterable[SessionKey]) -> None:
         StorageError: The disk failed; no session is ended.
     """
     with storage.lock:
-        storage.check_writable()
+        writer = storage.writer()
         live = set(storage.episodes.live_sessions())
         over = tuple(key for key in sessions if key in live)
         if over:
-            storage.annotate(End(now_us(), (), over))
+            writer.annotate(End(now_us(), (), over))
 
 
 def reopen_session(storage: Storage, session: SessionKey) -> None:
@@ -160,7 +162,7 @@ def reopen_session(storage: Storage, session: SessionKey) -> None:
 
 
 def resume(
-    storage: Storage, source: str, *, session: SessionKey | None = None, check: bool = True
+    storage: ReadView, source: str, *, session: SessionKey | None = None, check: bool = True
 ) -> IntArray:
     """Adopt the open episodes of the newest ended session that wrote a stream of this name.
 
@@ -181,7 +183,7 @@ def resume(
     """
     to = session or storage.episodes.session
     with storage.lock:
-        storage.check_writable()
+        writer = storage.writer()
         table = storage.episodes
         lane_names(source, "", 1)  # raises if it is no name
         written = set(table.sources_named(source, session=to))
@@ -201,8 +203,8 @@ def resume(
         ends = _ends_of(storage, adopted.values()) if check else {}
         owners = dict(zip(change.numbers, (new.number for new in change.sources), strict=True))
         required = {number: owners[one.source] for number, one in adopted.items()} if check else {}
-        reopen_session(storage, to)
-        storage.annotate(change)
+        reopen_session(writer, to)
+        writer.annotate(change)
         # The table may be another one now: an interruption reads the journal again.
         memory = storage.episodes.joins
         memory.ends.update(ends)
@@ -211,7 +213,7 @@ def resume(
         return np.sort(np.array(change.episodes, np.int64))
 
 
-def _ends_of(storage: Storage, episodes: Iterable[Episode]) -> dict[int, int]:
+def _ends_of(storage: ReadView, episodes: Iterable[Episode]) -> dict[int, int]:
     """Return the checksum of each episode's last next observation."""
     found: dict[int, int] = {}
     observe(storage)

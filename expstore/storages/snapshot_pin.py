@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from expstore.core.lock_order import LockOrder
+from expstore.storages.stats import Counters
 
 __all__ = ["Hold"]
 
@@ -24,10 +26,11 @@ class Hold:
 
     Args:
         order: Of the storage's locks.
+        counters: Where waits are counted.
     """
 
-    def __init__(self, order: LockOrder) -> None:
-        self._order = order
+    def __init__(self, order: LockOrder, counters: Counters) -> None:
+        self._order, self._counters = order, counters
         self._begin()
 
     def _begin(self) -> None:
@@ -54,13 +57,16 @@ class Hold:
             self.first = first
             self._moved.notify_all()
 
-    def wait(self, through: int | None) -> bool:
-        """Wait until the ids up to `through` are copied, or all (None); say whether one had to."""
+    def wait(self, through: int | None = None) -> None:
+        """Wait until the ids up to `through` are copied, or all (None)."""
+        if not self.first:
+            return
         if os.getpid() != self._pid:
             self._begin()
-        waited = False
+        started, waited = time.monotonic(), False
         with self._moved:
             while self.first and (through is None or through >= self.first):
                 waited = True
                 self._moved.wait()
-        return waited
+        if waited:
+            self._counters.note_wait(started)

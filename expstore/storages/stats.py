@@ -5,11 +5,12 @@ Used by storages and by buffers. It changes nothing.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Counters", "describe"]
 
@@ -28,8 +29,19 @@ class Counters:
     synced_at: float | None = None  # when it ended, on the monotonic clock
     recovered: str | None = field(default=None)
 
+    def note_wait(self, since: float) -> None:
+        """Count a wait that began at this time of the monotonic clock."""
+        self.waits += 1
+        self.wait_seconds += time.monotonic() - since
 
-def describe(storage: Storage) -> dict[str, Any]:
+    def note_sync(self, since: float) -> None:
+        """Count a checkpoint that began at this time of the monotonic clock."""
+        self.syncs += 1
+        self.synced_at = time.monotonic()
+        self.sync_seconds = self.synced_at - since
+
+
+def describe(storage: ReadView) -> dict[str, Any]:
     """Return the facts about a storage that `stats` shows."""
     counters = storage.counters
     return {
@@ -45,5 +57,5 @@ def describe(storage: Storage) -> dict[str, Any]:
         "waits": counters.waits,
         "wait_seconds": round(counters.wait_seconds, 3),
         "syncs": counters.syncs,
-        "write_keys": len(storage.write_keys),
+        "write_keys": len(storage.state.write_keys),
     }

@@ -86,7 +86,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
     """
 
-    warns_if_forgotten = False  # programs written for TorchRL never close a storage
+    _warns_if_forgotten = False  # programs written for TorchRL never close a storage
 
     def __init__(
         self,
@@ -157,17 +157,17 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         else:
             super().close()
 
-    def leave(self) -> None:
+    def _leave(self) -> None:
         """Close what nobody has closed."""
         if self._removes:
             self.cleanup()
         else:
-            super().leave()
+            super()._leave()
 
-    def depart(self) -> None:
+    def _depart(self) -> None:
         """Do what can be done before the process dies of a signal: its threads go on meanwhile."""
         if not self._removes or os.getpid() != self._owner:
-            super().depart()
+            super()._depart()
             return
         for _ in range(_TRIES):
             with contextlib.suppress(StorageError):

@@ -13,7 +13,6 @@ import numpy as np
 
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array
-from expstore.storages.batch import Payload
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 
@@ -91,9 +90,10 @@ class TensorStorage(MemoryStorage):
         """Return a ring without spare slots if rows are used in place."""
         return ring.with_slots(0, 0) if self._uses_rows else super().geometry_for(schema, ring)
 
-    def _put(self, rows: Rows, skipped: int) -> Payload:
+    def _put(self, rows: Rows, skipped: int) -> None:
         if not self._uses_rows:
-            return super()._put(rows, skipped)
+            super()._put(rows, skipped)
+            return
         for place, values in enumerate((*rows.columns, *rows.assignment.numbers)):
             column = self._columns[place]
             if isinstance(column, np.ndarray) and _can_replace(values, column):
@@ -102,7 +102,6 @@ class TensorStorage(MemoryStorage):
                 column[:] = values
             else:
                 column.put(np.arange(rows.count), values)
-        return Payload()
 
 
 class LazyTensorStorage(TensorStorage):

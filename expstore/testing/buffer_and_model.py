@@ -17,7 +17,7 @@ import torch
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import NoRowError
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 from expstore.testing.assertions import expect, raises, same
 from expstore.testing.model import Cell, Model, Row
 from expstore.testing.model_rows import hold, make_batch, patch_of
@@ -34,7 +34,7 @@ _SQL_EPISODES = (
 class Maker(Protocol):
     """What makes storages: a suite."""
 
-    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> ReadView:
         """Make a storage, or open the one that is there."""
 
 
@@ -85,7 +85,7 @@ class Life:
         self.storage.close()  # the buffer would bring the index up to date first, for nobody
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> ReadView:
         """Where the rows are."""
         return self.rb.storage
 
@@ -221,7 +221,7 @@ class Life:
                 one = rb[index]
                 hold(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
 
-    def look_at_columns(self, storage: Storage) -> None:
+    def look_at_columns(self, storage: ReadView) -> None:
         """Read by id, and look at the columns that every row has beside the user's."""
         rows, ids, model = self.model.live, self.ids, self.model
         (number,) = storage.read(ids[::-1].copy(), [storage.place_of(("number",))])

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from expstore.maintenance import verify
-from expstore.storages.base import Storage
-from expstore.storages.folder import FolderStorage
 from expstore.storages.follower import FollowerStorage
+from expstore.storages.read_view import ReadView
 from expstore.testing.buffer_and_model import Life
 
 __all__ = ["Declared"]
@@ -42,7 +41,9 @@ class Declared:
     variable_patches = False
     #: Whether fields may come and go while rows are there.
     late_fields = True
-    #: Whether there are versions: `dumps` and `loads`.
+    #: Whether a copy of a buffer, pickled or in another process, has the rows; otherwise it is refused.
+    copies = True
+    #: Whether snapshots can be loaded; every storage can be dumped whose rows are no objects.
     versions = True
     #: How many lives the state machine leads; None: a twentieth of the Hypothesis profile's
     #: `max_examples`.
@@ -51,7 +52,7 @@ class Declared:
     _made = 0
 
     @abstractmethod
-    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> Storage:
+    def make(self, path: Path, capacity: int | None, *, ndim: int, seed: int) -> ReadView:
         """Make a storage, or open what a persistent one has left there.
 
         Args:
@@ -61,15 +62,15 @@ class Declared:
             seed: Key of all draws.
         """
 
-    def follow(self, storage: Storage) -> Storage:
+    def follow(self, storage: ReadView) -> ReadView:
         """Return a storage that reads what another one writes, as another process would."""
-        if not isinstance(storage, FolderStorage):
+        if storage.path is None:
             raise NotImplementedError(f"say how a {type(storage).__name__} is followed: override follow()")
         return FollowerStorage(storage.path)
 
-    def verify(self, storage: Storage) -> Sequence[object]:
+    def verify(self, storage: ReadView) -> Sequence[object]:
         """Return what is wrong with the files of a closed storage."""
-        return verify(storage.path) if isinstance(storage, FolderStorage) else []
+        return [] if storage.path is None else verify(storage.path)
 
     def life(self, path: Path, capacity: int | None = 20, **options: Any) -> Life:
         """Return a buffer over a new storage, with its model.

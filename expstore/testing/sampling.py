@@ -115,11 +115,13 @@ class DrawingSuite(Declared):
             ids = np.array([10, 11, 12])
             for bad in (-1.0, math.nan, math.inf, -math.inf, 1e39):
                 with raises(PriorityError, what=f"the priority {bad}", says="priority number 1 of 3"):
-                    life.storage.set_priorities(ids, np.array([5.0, bad, 6.0]))
+                    life.storage.writer().set_priorities(ids, np.array([5.0, bad, 6.0]))
                 with raises(PriorityError, what=f"the priority {bad}"):
                     life.rb.update_priority(id=ids, priority=np.array([5.0, bad, 6.0]))
             life.look()
-            same(life.storage.set_priorities(ids[[1, 1, 1]], np.array([2.0, 3.0, 0.0])), 3, "how many")
+            same(
+                life.storage.writer().set_priorities(ids[[1, 1, 1]], np.array([2.0, 3.0, 0.0])), 3, "how many"
+            )
             life.model.set_priorities({11: 3.0})
             life.model.set_priorities({11: 0.0})  # the last one counts
             life.extend(2)

@@ -59,7 +59,7 @@ class ChangeSuite(Declared):
             with raises(NoRowError, what="a change of no row"):
                 rb.set_at_("value", 0.0, [3, 20])
             with raises(NotFoundError, SchemaError, what="a change of rows that have left"):
-                life.storage.change(np.array([2, 9]), [0], [np.zeros(2, np.int64)])
+                life.storage.writer().change(np.array([2, 9]), [0], [np.zeros(2, np.int64)])
             life.look()
 
     def test_the_best_rows(self, tmp_path: Path) -> None:
@@ -149,8 +149,8 @@ class ChangeSuite(Declared):
                 "[]": lambda: rb[0],
                 "flush": rb.flush,
                 "update_priority": lambda: rb.update_priority(id=[1], priority=1.0),
-                "clear": storage.clear,
-                "change": lambda: storage.change(np.array([1]), [0], [np.zeros(1, np.int64)]),
+                "clear": lambda: storage.writer().clear(),
+                "change": lambda: storage.writer().change(np.array([1]), [0], [np.zeros(1, np.int64)]),
                 "dumps": lambda: rb.dumps(life.path / "versions"),
             }
             for name, act in acts.items():
@@ -174,9 +174,9 @@ class ChangeSuite(Declared):
                     ask()
             with raises(StateError, NotFoundError, what="a question about rows"):
                 life.rb[0]
-            storage.clear()
-            storage.sync()
-            same(storage.set_priorities(np.array([1]), np.ones(1)), 0, "priorities that were set")
+            storage.writer().clear()
+            storage.writer().sync()
+            same(storage.writer().set_priorities(np.array([1]), np.ones(1)), 0, "priorities that were set")
             life.extend(4)
             life.look()
             same(storage.place_of(("value",)), storage.require_schema().place(("value",)), "place_of")
@@ -208,7 +208,7 @@ def _cannot(life: Life) -> None:
         "update_if_present": lambda: rb.update_if_present(id=ids, patch=patch),
         "set_at_": lambda: rb.set_at_("value", 7.0, [0, 1]),
         "[]=": lambda: rb.__setitem__([0, 1], rows),
-        "change": lambda: life.storage.change(life.ids[:2], places, [np.zeros(2)]),
+        "change": lambda: life.storage.writer().change(life.ids[:2], places, [np.zeros(2)]),
     }
     for name, act in acts.items():
         with raises(SchemaError, StateError, what=f"{name}, where rows cannot be changed"):

@@ -20,7 +20,7 @@ from expstore.errors import SchemaError, SnapshotError, StateError
 from expstore.schema.arrow_types import ragged_text, to_type, type_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
-from expstore.storages.base import Storage
+from expstore.storages.read_view import ReadView
 from expstore.testing.assertions import raises, same
 from expstore.testing.declaration import Declared
 from expstore.writers.writers import RoundRobinWriter
@@ -49,7 +49,7 @@ class AnyLengthSuite(Declared):
         if not self.variable:
             storage = self._bare(tmp_path / "refused")
             with raises(SchemaError, what="a field without a fixed size", says="'text'"):
-                storage.prepare(_SCHEMA, find_keys(_SCHEMA))
+                storage.writer().prepare(_SCHEMA, find_keys(_SCHEMA))
             same(storage.schema, None, "the fields of a storage that has refused them")
             storage.close()
             return
@@ -66,7 +66,7 @@ class AnyLengthSuite(Declared):
                 _check(storage, ids[-20:])
                 _check(storage, ids[[-1, -3, -3, 0]])
                 _check(storage, ids[:0])
-                storage.clear()
+                storage.writer().clear()
                 _put(storage, 5)
                 _check(storage, storage.window.ids())
 
@@ -79,10 +79,10 @@ class AnyLengthSuite(Declared):
             places, chosen = range(len(_SCHEMA.fields)), ids[[2, 7, 19]]
             if not self.variable_patches:
                 with raises(SchemaError, StateError, what="a change of rows of any length"):
-                    storage.change(chosen, places, _columns(chosen, 7))
+                    storage.writer().change(chosen, places, _columns(chosen, 7))
                 _check(storage, ids)
                 return
-            storage.change(chosen, places, _columns(chosen, 7))
+            storage.writer().change(chosen, places, _columns(chosen, 7))
             _check(storage, chosen, 7)
             _check(storage, np.setdiff1d(ids, chosen))
 
@@ -109,7 +109,7 @@ class AnyLengthSuite(Declared):
                 _put(storage, count)
             ids = storage.window.ids()
             if self.follows:
-                storage.sync()
+                storage.writer().sync()
                 reader = self.follow(storage)
                 _check(reader, ids)
                 reader.close()
@@ -121,7 +121,7 @@ class AnyLengthSuite(Declared):
                 _put(storage, 4)
                 _check(storage, storage.window.ids())
 
-    def _version(self, storage: Storage, tmp_path: Path) -> None:
+    def _version(self, storage: ReadView, tmp_path: Path) -> None:
         """Make a version and load it; where rows of any length have none, nothing may be left behind."""
         rb, ids = ReplayBuffer(storage=storage), storage.window.ids()
         try:
@@ -137,15 +137,15 @@ class AnyLengthSuite(Declared):
             for column, given in zip(other.read(found), expected, strict=True):
                 same(column.tolist(), given.tolist(), "rows of any length, loaded")
 
-    def _bare(self, path: Path, capacity: int | None = 20) -> Storage:
+    def _bare(self, path: Path, capacity: int | None = 20) -> ReadView:
         return self.make(path, capacity, ndim=1, seed=2)
 
     @contextmanager
-    def _opened(self, path: Path, capacity: int | None) -> Iterator[Storage]:
+    def _opened(self, path: Path, capacity: int | None) -> Iterator[ReadView]:
         storage = self._bare(path, capacity)
         try:
             if storage.schema is None:
-                storage.prepare(_SCHEMA, find_keys(_SCHEMA))
+                storage.writer().prepare(_SCHEMA, find_keys(_SCHEMA))
             yield storage
         finally:
             storage.close()
@@ -174,20 +174,20 @@ def _columns(ids: IntArray, version: int = 0) -> list[Any]:
     return found
 
 
-def _put(storage: Storage, count: int) -> IntArray:
-    with storage.turn, storage.lock:
-        storage.check_writable()
+def _put(storage: ReadView, count: int) -> IntArray:
+    with storage.locks.extend, storage.lock:
+        writer = storage.writer()
         ids = np.arange(storage.last + 1, storage.last + 1 + count)
         columns = storage.require_schema().arrange(
             [entry.key for entry in _SCHEMA.fields],
             ["int64", *[f"{ARROW}:{text}" for text in _TYPES.values()]],
             _columns(ids),
         )
-        RoundRobinWriter().write(storage, columns, Steps(count), source=None, info="")
+        RoundRobinWriter().write(writer, columns, Steps(count), source=None, info="")
     return ids
 
 
-def _check(storage: Storage, ids: IntArray, version: int = 0) -> None:
+def _check(storage: ReadView, ids: IntArray, version: int = 0) -> None:
     found: list[Array] = storage.read(ids)
     for entry, column, expected in zip(_SCHEMA.fields, found, _columns(ids, version), strict=True):
         if isinstance(expected, np.ndarray):

@@ -23,8 +23,8 @@ from expstore.errors import NotFoundError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
 from expstore.storages.indexing import read_present
+from expstore.storages.read_view import ReadView
 from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check_predicate, find_entry, split
 from expstore.transforms import Compose
 
@@ -37,7 +37,7 @@ NestedKey = str | Key
 
 
 def find_trajectories(
-    storage: Storage,
+    storage: ReadView,
     transform: Compose,
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,
@@ -87,7 +87,7 @@ class _Plan:
 
 
 def _among_rows(
-    storage: Storage,
+    storage: ReadView,
     transform: Compose,
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,
@@ -115,7 +115,7 @@ def _none(schema: Schema) -> list[Array]:
     return [no_rows(entry) for entry in schema.fields]
 
 
-def _runs(storage: Storage, trajectory_key: NestedKey | None) -> list[IntArray]:
+def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> list[IntArray]:
     """Return the ids of the rows of each trajectory, in the order of its steps."""
     keys, schema = storage.keys, storage.require_schema()
     name = None if trajectory_key is None else to_key(trajectory_key)
@@ -222,7 +222,7 @@ class _Glance:
         return None if values is None else values[self._at]
 
 
-def _read(storage: Storage, plan: _Plan, runs: Sequence[IntArray]) -> _Seen:
+def _read(storage: ReadView, plan: _Plan, runs: Sequence[IntArray]) -> _Seen:
     """Return trajectories as the plan has them; none of those that have left."""
     wanted = np.concatenate(runs)
     ids, columns, view = plan.transform.read(
@@ -258,7 +258,7 @@ def _transformed(transform: Compose, batch: Any, rows: int) -> Any:
 # -- what a condition needs ---------------------------------------------------------------------------
 
 
-def _plan(storage: Storage, transform: Compose, predicate: Callable[[Any], Any]) -> _Plan:
+def _plan(storage: ReadView, transform: Compose, predicate: Callable[[Any], Any]) -> _Plan:
     """Return what must be read and done to see what the condition asks for."""
     schema = storage.require_schema()
     ask = getattr(predicate, "required_keys", None)
@@ -295,7 +295,7 @@ def _meet(first: Key, second: Key) -> bool:
 
 
 def _among_objects(
-    storage: Storage,
+    storage: ReadView,
     transform: Compose,
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,

@@ -24,7 +24,7 @@ from expstore.schema.row_selection import in_shape
 from expstore.schema.schema import ARROW, OBJECT
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
 
@@ -77,7 +77,9 @@ class StepView:
         ((2, 3, 1), True)
     """
 
-    def __init__(self, storage: Storage, ids: IntArray, generator: np.random.Generator | None = None) -> None:
+    def __init__(
+        self, storage: ReadView, ids: IntArray, generator: np.random.Generator | None = None
+    ) -> None:
         _check_rows(storage)
         self.storage = storage
         #: The rows of the batch. Shape `(n,)`.
@@ -299,7 +301,7 @@ class StepView:
         return known[3]
 
 
-def _check_rows(storage: Storage) -> None:
+def _check_rows(storage: ReadView) -> None:
     """Raise an error where rows are no steps that can be told from one another."""
     schema = storage.require_schema()
     if storage.ranking is not None:

@@ -19,7 +19,7 @@ from expstore.storages.indexing import read_rows
 from expstore.transforms.base import StepTransform, StepView
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["Compose", "Inverted"]
 
@@ -117,7 +117,7 @@ class Compose:
         return (*self.steps, *others)
 
     def look(
-        self, storage: Storage, ids: IntArray, generator: np.random.Generator | None = None
+        self, storage: ReadView, ids: IntArray, generator: np.random.Generator | None = None
     ) -> StepView | None:
         """Have transforms look at other steps than those of a batch; None if none does.
 
@@ -142,7 +142,7 @@ class Compose:
         return batch
 
     def read(
-        self, storage: Storage, locate: Callable[[], IntArray], places: Sequence[int] | None = None
+        self, storage: ReadView, locate: Callable[[], IntArray], places: Sequence[int] | None = None
     ) -> tuple[IntArray, list[Array], StepView | None]:
         """Copy rows out, and look at other steps, of which nobody overwrites any meanwhile.
 

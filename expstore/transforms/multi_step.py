@@ -25,7 +25,7 @@ from expstore.transforms.base import (
 )
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["MultiStepTransform"]
 
@@ -136,7 +136,7 @@ class MultiStepTransform(StepTransform):
         view.moved |= self._moved_in(view.storage)
         return _Seen(steps, found)
 
-    def _moved_in(self, storage: Storage) -> frozenset[int]:
+    def _moved_in(self, storage: ReadView) -> frozenset[int]:
         """Return the positions of the fields that are those of the last step."""
         schema = storage.require_schema()
         known, asked = self._moved, (*self.reward_keys, *self.done_keys)

@@ -27,6 +27,7 @@ from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
 from expstore.storages.indexing import append_rows
+from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
     from expstore.core.idempotency import WriteKey
@@ -56,9 +57,9 @@ class Writer(ABC):
     tracks_generations = False
     #: Whether a batch is written as a whole, under one record, which can keep an idempotency key.
     keeps_keys = False
-    _storage: weakref.ref[Storage] | None = None
+    _storage: weakref.ref[ReadView] | None = None
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: ReadView) -> None:
         """Be told over which storage a buffer uses this writer.
 
         Raises:
@@ -253,7 +254,7 @@ def _facts(count: int, steps: Steps) -> Steps:
 class _Known:
     """Hold the ranks of a storage's rows, and when they were that."""
 
-    storage: weakref.ref[Storage]
+    storage: weakref.ref[ReadView]
     tree: RankTree
     last: int
     changes: int
@@ -307,7 +308,7 @@ class TensorDictMaxValueWriter(Writer):
         self._ranking = Ranking(("next", "reward") if rank_key is None else to_key(rank_key), reduction)
         self._known: _Known | None = None
 
-    def register_storage(self, storage: Storage) -> None:
+    def register_storage(self, storage: ReadView) -> None:
         """Refuse storages with several dims.
 
         Raises:
@@ -387,7 +388,7 @@ class TensorDictMaxValueWriter(Writer):
                 "episode_info is for episodes, and the rows of a TensorDictMaxValueWriter are in none of "
                 "their own; leave it out"
             )
-        if storage.sampled is not None:
+        if storage.state.sampled is not None:
             raise StateError(
                 "the storage counts how often each row was handed out, and rows that take the places of "
                 "others would inherit their counts",
@@ -400,7 +401,7 @@ class TensorDictMaxValueWriter(Writer):
                 hint="use the writer that it was filled by, or empty() it first",
             )
 
-    def _place(self, storage: Storage) -> int:
+    def _place(self, storage: ReadView) -> int:
         """Return the position of the field by which rows are ranked, or of rows that are objects."""
         return 0 if storage.object_rows else storage.place_of(self._ranking.key)
 
@@ -436,7 +437,7 @@ class TensorDictMaxValueWriter(Writer):
     def _catch_up(self, storage: Storage, capacity: int) -> _Known:
         """Return the ranks of all readable rows, by index."""
         known, window = self._known, storage.window
-        now = (storage.upheavals, storage.takeovers)
+        now = (storage.epochs.deleted, storage.epochs.content)
         slots = None
         if (
             known is not None
@@ -461,13 +462,13 @@ class TensorDictMaxValueWriter(Writer):
         self._read_ranks(storage, known.tree, ids[window.holds(ids)])
         return known
 
-    def _read_ranks(self, storage: Storage, tree: RankTree, ids: IntArray) -> None:
+    def _read_ranks(self, storage: ReadView, tree: RankTree, ids: IntArray) -> None:
         (column,) = storage.read(ids, [self._place(storage)])
         tree.set(storage.geometry.index_of(ids), self._rank(storage.require_schema(), column))
 
     @staticmethod
-    def _stamp(storage: Storage, tree: RankTree) -> _Known:
-        moves = (storage.upheavals, storage.takeovers)
+    def _stamp(storage: ReadView, tree: RankTree) -> _Known:
+        moves = (storage.epochs.deleted, storage.epochs.content)
         return _Known(weakref.ref(storage), tree, storage.last, storage.changes, moves)
 
     def state_dict(self) -> dict[str, Any]:
@@ -521,7 +522,7 @@ class _Batch:
         return cls(ids, appended, rows[~new], displaced)
 
 
-def default_writer(storage: Storage) -> Writer:
+def default_writer(storage: ReadView) -> Writer:
     """Return the writer of a storage that is given none: the one that it was filled by."""
     ranking = storage.ranking
     if ranking is None:

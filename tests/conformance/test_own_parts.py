@@ -42,8 +42,8 @@ class Doubled(MemoryStorage):
 
     kind = "doubled"
 
-    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        return [2 * column for column in super()._take(slots, places)]
+    def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        return [2 * column for column in super().take(slots, places)]
 
 
 class Oldest(Sampler):

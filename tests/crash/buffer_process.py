@@ -32,8 +32,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import ReadingDisk
 from expstore.storages import MemoryStorage
-from expstore.storages.engine import parts, store
-from expstore.storages.folder import FolderStorage
+from expstore.storages.engine import engine, store
 from expstore.testing.model import Row
 from expstore.testing.model_rows import columns_of, make_batch, patch_of
 from tests.crash.killing_disks import KillingDisk
@@ -106,7 +105,7 @@ def _shrink() -> None:
     tuning.PACKED_SHARD_ROWS = tuning.UNBOUNDED_PACKED_SHARD_ROWS = 16
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
-    parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
 
 
@@ -163,7 +162,7 @@ class Hand:
 
     def tick(self) -> None:
         """Do what the background thread does ten times a second."""
-        self.rb.storage.flush_priorities()
+        self.rb.storage.engine.write_values()
 
     def retain(self, least: int) -> None:
         self.rb.retain({"where": f"number >= {least}"})
@@ -222,7 +221,7 @@ def _look(rb: Any) -> dict[str, Any]:
     if ids.size:
         own = len(kept.require_schema().fields)
         places = [own, own + 1, own + 2, kept.priority_place]
-        if isinstance(kept, FolderStorage):
+        if kept.path is not None:
             columns = kept.read(ids, places)
         else:
             columns = [np.concatenate(parts) for parts in kept.views(places, int(ids[0]), ids.size)]

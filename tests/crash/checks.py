@@ -74,9 +74,11 @@ def check_keys(rb: Any, state: Ledger) -> None:
         expect(given == wanted, f"a write that is made again gave ids {given}, expected {wanted}")
     known = {key for key, _ in newest}
     for key in [*state.keys, *state.lost]:
-        found = kept.write_keys.find(WriteKey.of(*key_of(key).values()), now_us())
+        found = kept.state.write_keys.find(WriteKey.of(*key_of(key).values()), now_us())
         expect((found is not None) == (key in known), f"a key that must not be known has {found}")
-    expect(len(kept.write_keys) == len(known), f"{len(kept.write_keys)} keys, expected {len(known)}")
+    expect(
+        len(kept.state.write_keys) == len(known), f"{len(kept.state.write_keys)} keys, expected {len(known)}"
+    )
 
 
 def check_rows(rb: TensorDictReplayBuffer, state: Ledger) -> None:
@@ -185,8 +187,8 @@ def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = Fals
     if state.spec.consume is None or not ids.size:
         return
     pieces = kept.geometry.runs(int(ids[0]), ids.size)
-    found = np.concatenate(kept.sampled.views(pieces))
-    column = np.concatenate([kept.sampled.column.read(slot, n) for slot, _, n in pieces])
+    found = np.concatenate(kept.state.sampled.views(pieces))
+    column = np.concatenate([kept.state.sampled.column.read(slot, n) for slot, _, n in pieces])
     expect(np.array_equal(found, column), "the column has other counts than the handle")
     for i, count in zip(ids.tolist(), found.tolist(), strict=True):
         held = state.sampled[i]
@@ -199,7 +201,7 @@ def check_sampled(rb: TensorDictReplayBuffer, state: Ledger, *, cut: bool = Fals
 
 def check_sums(rb: TensorDictReplayBuffer) -> None:
     """Hold the checksums of a store that was just opened against its columns; no readable row lacks them."""
-    group, sums, window = rb.storage.columns, rb.storage.checksums, rb.storage.window
+    group, sums, window = rb.storage.state.columns, rb.storage.state.checksums, rb.storage.window
     if group is None:
         return
     pieces = rb.storage.geometry.runs(window.low + 1, window.size) if window.size else []

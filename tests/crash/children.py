@@ -43,7 +43,7 @@ from expstore.episodes.annotations import merge_info, pack_info
 from expstore.storages import base
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.engine.store import Store
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import TensorDictMaxValueWriter
@@ -224,8 +224,8 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "loads":
         rb.loads(place_of(rb.storage.path))
     elif op.kind == "tick":
-        rb.storage.flush_priorities()
-        rb.storage.archive_left()
+        rb.storage.engine.write_values()
+        rb.storage.engine.archive_left()
     elif op.kind == "empty":
         rb.empty()
     elif op.kind == "end":
@@ -276,7 +276,7 @@ def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
         rb.annotate(op.episode, **op.info)
         return
     with kept.lock:
-        with kept.episode_lock:
+        with kept.locks.episodes:
             latest = {entry.episode: entry for entry in kept.log_entries()}
             latest |= {entry.episode: entry for entry in kept.episodes.open_entries()}
         entry = latest[op.episode]
@@ -333,7 +333,7 @@ def in_child(work: Callable[[int], None]) -> tuple[int, int]:
     try:
         os.close(reading)
         torch.set_num_threads(1)
-        JournaledStorage.__del__ = lambda kept: None  # type: ignore[attr-defined]  # stops are not announced
+        Store.__del__ = lambda kept: None  # type: ignore[attr-defined]  # stops are not announced
         work(writing)
         code = 0
     except BaseException:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.storages.engine import parts
+from expstore.storages.engine import engine
 from tests.crash.children import (
     Look,
     Report,
@@ -414,7 +414,7 @@ def enumerate_gaps(
         most: Of each phase so many acts at most, spread evenly: half of them change names; None: all.
         act: The one act that is met; None: all of them.
     """
-    parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     started = time.monotonic()
     run = _Run(folder, seed, torn, again, syncs, stop, most, act)
     for phase in PHASES:

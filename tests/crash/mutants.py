@@ -15,8 +15,7 @@ import numpy as np
 from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.storages.arrow import ArrowStorage
-from expstore.storages.base import Rows, Storage
+from expstore.storages.base import Rows
 from expstore.storages.batch import Payload
 from expstore.storages.columns import column_set_writer, dedup_finder
 from expstore.storages.columns.arrow.writer import SegmentWriter
@@ -26,44 +25,47 @@ from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.engine import alter
 from expstore.storages.engine.archive import Archive
-from expstore.storages.engine.archive_before_evict import ArchivingStorage
+from expstore.storages.engine.archive_before_evict import Archiver
 from expstore.storages.engine.checkpointer import Checkpointer, Pin
+from expstore.storages.engine.engine import Engine
+from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening
-from expstore.storages.engine.store import JournaledStorage
+from expstore.storages.engine.store import Store
 from expstore.storages.format import write_key_file
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Publish
 from expstore.storages.snapshots import create, restore
-from expstore.storages.zarr import ZarrStorage
 
 __all__ = ["BREAKS", "break_protocol"]
 
 
-def _journal_first(kept: ZarrStorage, rows: Rows, skipped: int) -> None:
-    """The record is appended, and a sync may cover it, before the columns are written."""
+def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None:
+    """The record is appended, and a sync covers it, before the rows are written."""
+    state, engine = kept.state, kept.engine
+    skipped = kept._reserve(rows)
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
-        kept.columns.ensure(slot + n)  # a sync sums up what the columns hold
-    extra = (
-        rows.ids,
-        rows.assignment.episodes,
-        rows.assignment.steps,
-        np.full(rows.count, rows.time, np.int64),
-    )
-    checksum = 0
-    for array in (*rows.columns, *extra):
-        checksum = google_crc32c.extend(checksum, np.ascontiguousarray(array[skipped:]).tobytes())
-    kept._publish(rows, skipped, Payload(checksum))
+        state.columns.ensure(slot + n)  # a sync sums up what the columns hold
+    record = kept._commit_record(rows, skipped, Payload(checksum(skipped))).parts()
+    with kept.locks.episodes:
+        sequence = engine.append_record(Kind.PUBLISH, *record)
+        state.commit_rows(rows, kept.capacity, (engine.manifest.generation, sequence))
+    engine.shared.publish(rows.last_id, sequence, drained=True)
     kept.sync()
-    kept._put(rows, skipped)
+    state.put(rows, skipped, kept.geometry, engine.shared)
 
 
 def break_journal_first() -> None:
-    def write(self: Any, rows: Rows) -> None:
-        self.check_writable()
-        self._make_room(rows.count)
-        _journal_first(self, rows, 0 if self.capacity is None else max(0, rows.count - self.capacity))
+    def append(self: Any, rows: Rows) -> None:
+        def checksum(skipped: int) -> int:
+            found = 0
+            extra = (rows.ids, rows.assignment.episodes, rows.assignment.steps)
+            for array in (*rows.columns, *extra, np.full(rows.count, rows.time, np.int64)):
+                found = google_crc32c.extend(found, np.ascontiguousarray(array[skipped:]).tobytes())
+            return found
 
-    Storage.write = write  # type: ignore[method-assign]
+        _record_first(self, rows, checksum)
+
+    Store._append = append  # type: ignore[method-assign]
 
 
 def break_waiting() -> None:
@@ -72,21 +74,12 @@ def break_waiting() -> None:
     def make_room(self: Any, count: int) -> None:
         pass
 
-    JournaledStorage._make_room = make_room  # type: ignore[method-assign]
+    Store._make_room = make_room  # type: ignore[method-assign]
 
 
 def break_redo() -> None:
-    """Rows are changed in place although no mark covers their publish record."""
-    record_change = JournaledStorage._record_change
-
-    def record(self: Any, *given: Any, **more: Any) -> Any:
-        self.sync = lambda: None
-        try:
-            return record_change(self, *given, **more)
-        finally:
-            del self.sync
-
-    JournaledStorage._record_change = record  # type: ignore[method-assign]
+    """Rows are changed in place although no checkpoint covers their commit record."""
+    Engine.is_behind = property(lambda self: False)  # type: ignore[assignment, method-assign]
 
 
 def break_sync() -> None:
@@ -147,34 +140,34 @@ def break_count_syncs() -> None:
 
 def break_notes() -> None:
     """What is noted about an episode is in memory, and in no record."""
-
-    def annotate(self: Any, entry: LogEntry) -> None:
-        self._log.append(self.episodes.annotate(entry, self.journal.sequence))
-
-    JournaledStorage._annotate = annotate  # type: ignore[method-assign]
+    _unrecorded(LogEntry)
 
 
 def break_adoptions() -> None:
     """Adoptions of episodes are in memory, and in no record."""
-    record = JournaledStorage._record_episodes
+    _unrecorded(Resume)
 
-    def changed(self: Any, change: End | Resume) -> None:
-        if isinstance(change, Resume):
-            self._log.append(self.episodes.apply(change, self.journal.sequence))
+
+def _unrecorded(kind: type) -> None:
+    record = Store._annotate
+
+    def annotate(self: Any, change: LogEntry | End | Resume) -> None:
+        if isinstance(change, kind):
+            self.state.log.append(self.episodes.apply(change, self.state.journal.sequence))
         else:
             record(self, change)
 
-    JournaledStorage._record_episodes = changed  # type: ignore[method-assign]
+    Store._annotate = annotate  # type: ignore[method-assign]
 
 
 def break_changes() -> None:
-    """Rows are changed in place, or displaced, and no record says so."""
-    append = JournaledStorage.append_record
+    """Rows are changed in place, or replaced, and no record says so."""
+    append = Engine.append_record
 
     def others(self: Any, kind: Kind, *body: bytes) -> int:
         return self.journal.sequence if kind is Kind.REDO else append(self, kind, *body)
 
-    JournaledStorage.append_record = others  # type: ignore[method-assign]
+    Engine.append_record = others  # type: ignore[method-assign]
 
 
 def break_packed_syncs() -> None:
@@ -251,19 +244,7 @@ def break_segment_cuts() -> None:
 
 def break_segments_first() -> None:
     """The record is appended, and a sync covers it, before rows without a fixed size are written."""
-
-    def write(self: Any, rows: Rows) -> None:
-        self.check_writable()
-        self._make_room(rows.count)
-        skipped = 0 if self.capacity is None else max(0, rows.count - self.capacity)
-        group, first = self.columns, rows.first_id + skipped
-        for slot, _, n in self.geometry.runs(first, rows.count - skipped):
-            group.ensure(slot + n)
-        self._publish(rows, skipped, Payload())
-        self.sync()
-        self._put(rows, skipped)
-
-    ArrowStorage.write = write  # type: ignore[method-assign]
+    Store._append = lambda self, rows: _record_first(self, rows, lambda skipped: 0)  # type: ignore[method-assign]
 
 
 def break_late() -> None:
@@ -274,13 +255,13 @@ def break_late() -> None:
 def break_reach() -> None:
     """Rows lie with others that are overwritten before them."""
 
-    geometry_for = ZarrStorage.geometry_for
+    geometry_for = Store.geometry_for
 
     def with_short_reach(self: Any, schema: Any, ring: Any) -> Any:
         found = geometry_for(self, schema, ring)
         return found.with_slots(found.spare, 0 if found.capacity is None else found.lanes)
 
-    ZarrStorage.geometry_for = with_short_reach  # type: ignore[method-assign]
+    Store.geometry_for = with_short_reach  # type: ignore[method-assign]
     column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 
@@ -308,16 +289,16 @@ def break_key_records() -> None:
 
 def break_key_order() -> None:
     """A key is in the file, and believed, before there is a record of its rows."""
-    expect = JournaledStorage._expect_key
+    admit = Store._admit
 
     def note(self: Any, rows: Rows) -> None:
-        expect(self, rows)
+        admit(self, rows)
         if rows.key is not None:
-            self.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
-            self.write_keys.flush()
+            self.state.write_keys.note(rows.key, rows.first_id, rows.count, rows.time)
+            self.state.write_keys.flush()
 
-    JournaledStorage._expect_key = note  # type: ignore[method-assign]
-    JournaledStorage._note_key = lambda self, rows: None  # type: ignore[method-assign]
+    Store._admit = note  # type: ignore[method-assign]
+    OpenStore.note_key = lambda self, rows, key: None  # type: ignore[method-assign]
     break_key_cuts()
 
 
@@ -334,14 +315,15 @@ def break_key_syncs() -> None:
 
 def break_archive_order() -> None:
     """Rows go to the archive when others may have their slots."""
-    write = ArchivingStorage.write
+    write = Store.write
 
     def late(self: Any, rows: Rows) -> None:
         write(self, rows)
-        self.archive_left()
+        if self.engine.archive is not None:
+            self.engine.archive_left()
 
-    ArchivingStorage._archive_for = lambda self, archive, through: None  # type: ignore[method-assign]
-    ArchivingStorage.write = late  # type: ignore[method-assign]
+    Archiver.copy_through = lambda self, through: None  # type: ignore[method-assign]
+    Store.write = late  # type: ignore[method-assign]
 
 
 def break_archive_syncs() -> None:

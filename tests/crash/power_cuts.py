@@ -28,7 +28,7 @@ import expstore
 from expstore import StorageError
 from expstore.core import tuning
 from expstore.storages.columns import column_set
-from expstore.storages.engine import parts
+from expstore.storages.engine import engine
 from tests.crash import ledger as facts
 from tests.crash.checks import check_archive, check_info, check_rows, check_versions
 from tests.crash.children import (
@@ -187,7 +187,7 @@ def _record(job: Job, base: Path) -> Taken:
     machine.boot = job.boot
     write_tree(job.tree, base)
     if not job.free:
-        parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
+        engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
     disk = RecordingDisk(*stores, in_turn=not job.free)
     taken = Taken(base, disk.events, None)
@@ -246,11 +246,11 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = any(
                 lock.locked()
-                for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.episode_lock)
+                for lock in (kept.engine.checkpointer.lock, kept.priorities.lock, kept.locks.episodes)
             )
-            held |= kept.archive is not None and kept.archive.turn.locked()
-            if not held and not kept.sampled_lock._is_owned():
-                thread = threading.Thread(target=lambda: (kept.sync(), kept.archive_left()))
+            held |= kept.engine.archive is not None and kept.engine.archive.archive.lock.locked()
+            if not held and not kept.locks.sampled._is_owned():
+                thread = threading.Thread(target=lambda: (kept.sync(), kept.engine.archive_left()))
                 thread.start()
                 thread.join()
 
@@ -375,7 +375,7 @@ class _History:
 def _check(states: Sequence[State], folder: Path, *, boot: int, seed: int, sql: float) -> list[Ledger | str]:
     """Open stores, look, write on, close, open once more; SQL is asked in a share of them."""
     machine.boot = boot
-    parts.Keeper = NoKeeper  # type: ignore[assignment,misc]
+    engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     found = []
     for number, state in enumerate(states):
         base = folder / str(number)

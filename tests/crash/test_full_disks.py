@@ -20,7 +20,7 @@ import expstore
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StorageError
-from expstore.storages.engine import parts
+from expstore.storages.engine import engine
 from tests.support.stores import NoKeeper, open_zarr
 
 pytestmark = pytest.mark.index
@@ -281,7 +281,7 @@ class Small(Disk):
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "Keeper", NoKeeper)
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
 
 
 def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make_batch: MakeBatch) -> None:
@@ -290,14 +290,14 @@ def test_an_extend_that_would_leave_too_little_is_refused(store_path: Path, make
     rb.extend(make_batch(100))
     disk.left = 810_000
     rb.flush()
-    horizon = rb.storage.horizon
+    horizon = rb.storage.state.horizon
     with pytest.raises(StorageError) as caught:
         rb.extend(make_batch(1000))
     assert caught.value.kind == "disk_full"
     assert caught.value.errno == errno.ENOSPC
     for figure in ("1000 rows", "810000 are free", "800000", "min_free_bytes"):
         assert figure in str(caught.value)
-    assert (len(rb), rb.storage.horizon) == (100, horizon)  # nothing was written
+    assert (len(rb), rb.storage.state.horizon) == (100, horizon)  # nothing was written
     rb.extend(make_batch(10))  # for these there is space
     disk.left = 2_000_000
     rb.extend(make_batch(1000))

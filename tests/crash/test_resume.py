@@ -147,7 +147,9 @@ def handed_out(rb: TensorDictReplayBuffer) -> Any:
     """Return what tells, beside the number of draws, what has been handed out."""
     storage = rb.storage
     slots = storage.geometry.slot_of(storage.window.ids())
-    return storage.draws.progress, None if storage.sampled is None else storage.sampled.values[slots].tolist()
+    return storage.draws.progress, None if storage.state.sampled is None else storage.state.sampled.values[
+        slots
+    ].tolist()
 
 
 def batches(rb: TensorDictReplayBuffer) -> list[Any]:

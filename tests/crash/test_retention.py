@@ -21,7 +21,7 @@ from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
-from expstore.storages.engine import delete, parts
+from expstore.storages.engine import delete, engine
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
 from tests.crash.killing_disks import KillingDisk, machine
@@ -139,14 +139,14 @@ def kill_everywhere(
     while not ended:
         path = tmp_path / f"{at}.exp"
         shutil.copytree(tmp_path / "a.exp", path)
-        ended = killed(path, at, lambda storage: storage.give_up(np.array(going)), monkeypatch)
+        ended = killed(path, at, lambda storage: storage.retention.delete(np.array(going)), monkeypatch)
         assert [f for f in verify(path) if f.kind != "index"] == [], at
         with expstore.open(path, batch_size=8) as rb:
             found = {n for (n,) in rb.sql("SELECT DISTINCT number FROM transitions").fetchall()}
             outcomes.add(frozenset(found))
             assert stay <= found, at
             check_whole(rb, found)
-            rb.storage.give_up(np.array(going))
+            rb.storage.retention.delete(np.array(going))
             check_whole(rb, stay)
             if layout == "segments":
                 assert set(segments(path)) <= {1 + ROWS * (n - 1) for n in (1, 3, 5) if {n, n + 1} & stay}
@@ -170,7 +170,7 @@ def look(path: Path) -> frozenset[int]:
 def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut the power while episodes leave twice; what stays is whole, what left before a sync stays gone."""
     monkeypatch.setattr(machine, "boot", 7)
-    monkeypatch.setattr(parts, "Keeper", NoKeeper)
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
     place.mkdir()
     disks.mkdir()
@@ -178,9 +178,9 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
 
     def act(disk: Disk) -> None:
         storage = open_with(place / "a.exp", disk)
-        storage.give_up(np.array([1]))
+        storage.retention.delete(np.array([1]))
         storage.sync()
-        storage.give_up(np.array([3, 4]))
+        storage.retention.delete(np.array([3, 4]))
         storage.close()
 
     for over, at in disks_after(place, act, disks, cuts, seed):
@@ -209,35 +209,36 @@ def test_the_power_goes_while_rows_in_segments_leave(
 # -- teeth -------------------------------------------------------------------------------------------
 
 
-def give_back_first(storage: Any, going: Gaps) -> tuple[Gaps, Gaps]:
+def give_back_first(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps]:
     """Give back segments before there is a record of it, as the protocol forbids."""
-    segments, window = storage.columns.segments, storage.window
+    rows = deletion._engine.rows
+    segments, window = rows.columns.segments, rows.window
     segments.note_left(window.low, window.gaps.joined(going))
     segments.give_up()
-    return PART_WITH(storage, going)
+    return RECORD(deletion, going)
 
 
-PART_WITH = delete.RetainingStorage._part_with
+RECORD = delete.Deletion._record
 
 
 @pytest.mark.timeout(1200)
 def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delete.RetainingStorage, "_part_with", give_back_first)
+    monkeypatch.setattr(delete.Deletion, "_record", give_back_first)
     with pytest.raises((AssertionError, CorruptionError)):
         kill_everywhere(tmp_path, "segments", [1, 3, 4], monkeypatch, step=1)
 
 
-def give_back_unsynced(storage: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
+def give_back_unsynced(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
     """Write the record, and give back space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage.engine.checkpointer, "sync_journal", lambda files, folders: None)
-        return PART_WITH(storage, going)
+        patch.setattr(deletion._engine.checkpointer, "sync_journal", lambda files, folders: None)
+        return RECORD(deletion, going)
 
 
 @pytest.mark.usefixtures("no_syncs")
 @pytest.mark.timeout(1200)
 def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delete.RetainingStorage, "_part_with", give_back_unsynced)
+    monkeypatch.setattr(delete.Deletion, "_record", give_back_unsynced)
     monkeypatch.setattr(delete, "_punch", lambda column, ids: set())  # segments alone are to tell
     with pytest.raises(CorruptionError, match="is missing|are missing"):
         cut_anywhere(tmp_path, 200, 0, monkeypatch)  # 1 in 40 falls where it shows

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.maintenance import repair, verify
 from expstore.samplers import SamplerWithoutReplacement
-from expstore.storages.engine import parts
+from expstore.storages.engine import engine
+from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.engine.store import JournaledStorage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.control_page import StatePage
 from expstore.storages.format.journal import Kind, read_journal
@@ -41,7 +42,7 @@ WORDS = range(41)
 
 @pytest.fixture(autouse=True)
 def _no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "Keeper", NoKeeper)
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
 
 
 def rows(count: int) -> TensorDict:
@@ -73,7 +74,7 @@ def live(path: Path, disk: Disk, pipe: int) -> None:
     storage = open_storage(path, disk)
     for _ in range(2):
         os.write(pipe, bytes([storage.draws.next() + 1]))
-    storage.retire(3)
+    storage._retire(3)
     os.write(pipe, bytes([storage.draws.next() + 1]))
     storage.close()
 
@@ -133,15 +134,15 @@ def test_killed_before_every_act_the_page_is_believed(
 def test_a_seal_before_the_close_record_is_found(
     closed: Path, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle = JournaledStorage._checkpoint_for_good
+    checkpoint = Engine.checkpoint
 
-    def seal_early(self: JournaledStorage) -> None:
-        settle(self)
-        self.engine.shared.page.set("heartbeat", 0)
-        self.engine.shared.page.set("sequence", self.journal.sequence + 1)
-        self.engine.shared.page.seal()
+    def seal_early(self: Engine, *enough: Any) -> None:
+        checkpoint(self, *enough)
+        self.shared.page.set("heartbeat", 0)
+        self.shared.page.set("sequence", self.journal.sequence + 1)
+        self.shared.page.seal()
 
-    monkeypatch.setattr(JournaledStorage, "_checkpoint_for_good", seal_early)
+    monkeypatch.setattr(Engine, "checkpoint", seal_early)
     assert any("was written" in fault for fault in faults(closed, tmp_path, warnings))
 
 

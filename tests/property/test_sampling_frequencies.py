@@ -97,7 +97,7 @@ def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
 
 def unbounded(sampler: Sampler) -> TensorDictReplayBuffer:
     rb = memory_buffer(None, seed=1, sampler=sampler, rows=rows(50))
-    rb.storage.retire(50 + 7 - ROWS)
+    rb.storage._retire(50 + 7 - ROWS)
     rb.extend(rows(7))
     return rb
 

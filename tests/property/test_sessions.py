@@ -719,7 +719,7 @@ def archived(path: Path) -> None:
 
     def leave(rb: TensorDictReplayBuffer, *expected: tuple[int, str]) -> None:
         rb.flush()
-        rb.storage.archive_left()
+        rb.storage.engine.archive_left()
         with expstore.open(path / "old.exp", mode="r") as old:
             assert episodes(old) == list(expected)
 

@@ -28,6 +28,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
+from tests.support.flat_storages import flatten_dims
 
 __all__ = [
     "buffer_factory",
@@ -238,7 +239,7 @@ def buffer_factory(kind: str, folder: Path) -> Iterator[Callable[..., TensorDict
             count += 1
             return expstore.open(folder / f"{count}.exp", capacity=capacity, seed=3, **options)
         storage = MemoryStorage(capacity, seed=3)
-        storage.flatten = True
+        flatten_dims(storage)
         return TensorDictReplayBuffer(storage=storage, with_ids=True, **options)
 
     with closing_factory(make) as factory:

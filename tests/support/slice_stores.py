@@ -24,6 +24,7 @@ from expstore import MemoryStorage, TensorDictReplayBuffer
 from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk
 from expstore.storages.format.manifest import Manifest
+from tests.support.flat_storages import flatten_dims
 from tests.support.slice_model import Batch, Cell, Fields, Model
 from tests.support.tuned import set_spare_slots
 
@@ -103,7 +104,7 @@ class World:
         if self.folder is not None:
             return expstore.open(self.path, capacity=self.model.capacity, seed=5, sampler=self.make())
         storage = MemoryStorage(self.model.capacity, seed=5)
-        storage.flatten = True  # lanes, as in stores on disk
+        flatten_dims(storage)  # lanes, as in stores on disk
         return TensorDictReplayBuffer(storage=storage, sampler=self.make())
 
     @property
@@ -128,7 +129,7 @@ class World:
     def retire(self, part: float) -> None:
         if count := round(part * len(self.model.rows)):
             ids = self.rb.storage.window.ids()
-            self.rb.storage.retire(int(ids[count - 1]))
+            self.rb.storage._retire(int(ids[count - 1]))
             self.model.retire(count)
 
     def reopen(self) -> None:

@@ -36,8 +36,7 @@ from expstore.writers.writers import ImmutableDatasetWriter, Writer
 if TYPE_CHECKING:
     from torch.multiprocessing.pool import Pool
 
-    from expstore.storages.base import Storage
-    from expstore.storages.folder import FolderStorage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["BaseDatasetExperienceReplay", "choose_sampler"]
 
@@ -106,7 +105,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self._is_on_disk = rows is None
         drawing = None if sampler is None else adapt(called(sampler, "sample"))
         if rows is not None:
-            storage: Storage = TensorStorage(rows)
+            storage: ReadView = TensorStorage(rows)
         else:
             path = prepare_dataset(
                 origin, self._collection, source=source, download=download, show=show_progress
@@ -166,7 +165,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         mp_start_method: str | None = None,
         num_frames: int | None = None,
         dest: str | Path,
-    ) -> Storage:
+    ) -> ReadView:
         """Apply a function to the rows and write what it returns to a new store.
 
         The store has the episodes, the `meta` and, on samples, the `metadata` of this one; `meta["import"]`
@@ -240,7 +239,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         return batch
 
 
-def _open_storage(path: Path, *, for_writing: bool) -> FolderStorage:
+def _open_storage(path: Path, *, for_writing: bool) -> ReadView:
     if for_writing:
         return open_storage(path, settings=Settings(flatten=True))
     return FollowerStorage(path, None, settings=Settings(mode="r", flatten=True))

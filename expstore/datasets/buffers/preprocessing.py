@@ -28,7 +28,7 @@ from expstore.storages.factory import open_storage
 
 if TYPE_CHECKING:
     from expstore.buffers.tensordict import TensorDictReplayBuffer
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
 __all__ = ["map_rows"]
 
@@ -47,7 +47,7 @@ def map_rows(
     pbar: bool,
     metadata: Mapping[str, Any] | None = None,
     **how: Any,
-) -> Storage:
+) -> ReadView:
     """Write what a function makes of the first rows to a new store; return the store.
 
     Args:

@@ -121,6 +121,14 @@ class Priorities:
         self.raise_largest(ids, values)
         self.note_changed(slots)
 
+    def show(self, values: Array) -> None:
+        """Show the priorities that another process keeps, by slot. Shape `(slots,)`, float32."""
+        self.values = values
+
+    def note_set(self) -> None:
+        """Note that the priorities may differ: they have come with another content."""
+        self.were_set = True
+
     def raise_largest(self, ids: IntArray, values: Array) -> None:
         """Follow the largest priority after values were set. Shapes `(n,)`, not empty."""
         at = int(np.argmax(values))

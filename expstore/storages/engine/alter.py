@@ -1,8 +1,8 @@
-"""A storage on disk whose fields can become more, or fewer, while it runs.
+"""Add and drop fields of a store while it is used.
 
-Part of the Zarr storage. The order of the acts on the disk is in `expstore.storages.format.pending_swap`, the
-values of a field that comes in `expstore.storages.engine.backfill`; this puts the columns together. Files of
-other fields are neither opened nor written to.
+A service of the store. The order of the acts on the disk is in `expstore.storages.format.pending_swap`, the
+values of a new field in `expstore.storages.engine.backfill`; this puts the columns together. Files of other
+fields are neither opened nor written to.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,29 +19,37 @@ from expstore.disk.files import File
 from expstore.errors import SchemaError, StateError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
+from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import Column
-from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
-from expstore.storages.engine.replace import DisplacingStorage
-from expstore.storages.folder import refuse_objects
+from expstore.storages.engine.backfill import Filler, check_coming, check_going, places_without
+from expstore.storages.format.layout import refuse_objects
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
 from expstore.storages.format.zarr_metadata import make_metadata
 from expstore.storages.new_field import Coming
 
-__all__ = ["ReshapableStorage"]
+if TYPE_CHECKING:
+    from expstore.storages.engine.store import Store
+
+__all__ = ["StoredFields"]
 
 
-class ReshapableStorage(DisplacingStorage):
-    """Let fields come and go.
+class StoredFields:
+    """Add and drop the fields of a store.
 
-    Threads: one field comes or goes at a time; others write and read meanwhile, and wait for the end of it.
+    Threads: one field is added or dropped at a time; others write and read meanwhile, and wait for its end.
     Crashes: the field is there whole or not at all.
+
+    Args:
+        store: Whose fields.
     """
 
-    def _begin(self) -> None:
-        self._reshaping = Reshaping(self.lock_order)
+    __slots__ = ("_engine", "_store")
 
-    def add_field(self, coming: Coming) -> None:
+    def __init__(self, store: Store) -> None:
+        self._store, self._engine = store, store.engine
+
+    def add(self, coming: Coming) -> None:
         """Have one more field; on the disk when this returns.
 
         Args:
@@ -48,28 +57,31 @@ class ReshapableStorage(DisplacingStorage):
 
         Raises:
             SchemaError: Rows cannot have such a field.
-            StateError: The store is closed or cannot be written, or has another content by now.
+            StateError: The store is closed or cannot be written, or has another content by now; or it has an
+                archive, whose rows would lack the field.
             StorageError: The disk failed; nothing was changed.
         """
-        with self._reshaping.act(), self._aside():
-            with self.lock:
-                self.check_writable()
-                check_coming(self, coming.entry)
-                schema = self.require_schema().grown(coming.entry, coming.default)
+        store, health = self._store, self._engine.health
+        self._refuse_archive(coming.entry.key)
+        with self._engine.reshaping.act(), self._tidying():
+            with store.lock:
+                store.check_writable()
+                check_coming(store, coming.entry)
+                schema = store.require_schema().grown(coming.entry, coming.default)
                 refuse_objects(schema)
-                plan = self._plan("add", coming.entry.key, self.require_schema())
-                with self.engine.health.guarding():
-                    building = _Building(self, plan, coming.entry)
+                plan = self._plan("add", coming.entry.key, store.require_schema())
+                with health.guarding():
+                    building = _Building(store, plan, coming.entry)
             with contextlib.closing(building):
-                filler = Filler(self, coming, building)
-                with self.engine.health.guarding():
+                filler = Filler(store, coming, building)
+                with health.guarding():
                     filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
-                with self.lock:
-                    self.check_writable()
-                    if self.require_schema() is not building.schema:
+                with store.lock:
+                    store.check_writable()
+                    if store.require_schema() is not building.schema:
                         raise StateError("the store has other fields by now", hint="add the field again")
-                    with self.engine.health.guarding():
+                    with health.guarding():
                         building.reach()
                         filler.finish()
                     with self._one_act():
@@ -77,17 +89,16 @@ class ReshapableStorage(DisplacingStorage):
                         self._add(plan, schema, building, coming.specs)
 
     def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
-        group, sums, column = self.columns, self.checksums, building.column
-        assert group is not None
-        assert sums is not None
+        group, sums, column = self._columns(), self._checksums(), building.column
         place = len(schema.fields) - 1
         columns = [*group.columns[:place], column, *group.columns[place:]]
         packed = sums.rearranged([*range(place), -1, *range(place, len(group.summed))], column)
-        begin_late(self.disk, self.path, plan, packed, built=building.about, folders=sorted(building.folders))
+        disk, path = self._engine.disk, self._engine.path
+        begin_late(disk, path, plan, packed, built=building.about, folders=sorted(building.folders))
         building.take_place()
         self._commit(plan, schema, specs, columns)
 
-    def drop_field(self, key: Key, specs: str) -> None:
+    def drop(self, key: Key, specs: str) -> None:
         """Have one field less; on the disk when this returns.
 
         Args:
@@ -96,24 +107,25 @@ class ReshapableStorage(DisplacingStorage):
 
         Raises:
             SchemaError: There is no such field, or rows cannot be without it.
-            StateError: The store is closed or cannot be written; or its rows are ranked by the field.
+            StateError: The store is closed or cannot be written; its rows are ranked by the field; or it has
+                an archive, whose rows have the field.
             StorageError: The disk failed; the store must be opened again.
         """
-        with self._reshaping.act(), self._aside(), self.lock:
-            self.check_writable()
-            check_going(self, key)
-            if self.require_schema()[key].variable:
+        store, engine = self._store, self._engine
+        self._refuse_archive(key)
+        with engine.reshaping.act(), self._tidying(), store.lock:
+            store.check_writable()
+            check_going(store, key)
+            if store.require_schema()[key].variable:
                 raise SchemaError(
                     f"field {key_name(key)!r} has no fixed size: its rows lie with those of other such "
                     "fields, and stay",
                     hint="make another store for rows without it",
                 )
-            schema = self.require_schema().without(key)
-            place = self.place_of(key)
+            schema = store.require_schema().without(key)
+            place = store.place_of(key)
             plan = self._plan("drop", key, schema)
-            group, sums = self.columns, self.checksums
-            assert group is not None
-            assert sums is not None
+            group, sums = self._columns(), self._checksums()
             for leaning, other in group.pairs.items():
                 if other == place:
                     name = key_name(group.columns[leaning].entry.key)
@@ -124,24 +136,39 @@ class ReshapableStorage(DisplacingStorage):
             with self._one_act():
                 gone, rest = group.columns[place], places_without(len(group.columns), place)
                 summed = [n for n, c in enumerate(group.summed) if c is not gone]
-                begin_late(self.disk, self.path, plan, sums.rearranged(summed))
+                begin_late(engine.disk, engine.path, plan, sums.rearranged(summed))
                 self._commit(plan, schema, specs, [group.columns[number] for number in rest])
-                if self.columns is not None:
-                    self.columns.touched -= set(gone.files)
+                self._columns().touched -= set(gone.files)
                 gone.close()
 
+    def _refuse_archive(self, key: Key) -> None:
+        if self._engine.archive is not None:
+            raise StateError(
+                f"field {key_name(key)!r} would come or go, and rows of {self._engine.path} have gone to an "
+                "archive as they are",
+                hint="open the store with archive=False first",
+            )
+
+    def _columns(self) -> WritableColumns:
+        return self._engine.rows.require_columns()
+
+    def _checksums(self) -> Checksums:
+        checksums = self._engine.rows.checksums
+        assert checksums is not None, "a store with columns has checksums"
+        return checksums
+
     def _plan(self, act: str, key: Key, others: Schema) -> Plan:
-        return Plan.of("add" if act == "add" else "drop", key, others, self.manifest.column_set + 1)
+        return Plan.of("add" if act == "add" else "drop", key, others, self._engine.manifest.column_set + 1)
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Remove what was built and is of no use."""
+    def _tidying(self) -> Iterator[None]:
+        """Remove what was built, if the block fails."""
         try:
             yield
         except BaseException:
             with contextlib.suppress(StorageError):
-                if self.engine.lock_file.held:
-                    self.disk.remove_tree(self.path / ASIDE)
+                if self._engine.lock_file.held:
+                    self._engine.disk.remove_tree(self._engine.path / ASIDE)
             raise
 
     @contextlib.contextmanager
@@ -150,35 +177,28 @@ class ReshapableStorage(DisplacingStorage):
 
         What is read of the journal from then on is of the columns that there are then.
         """
-        self.settle_changes()
-        self.sync()
-        checkpointer = self.engine.checkpointer
-        with checkpointer.lock, self.engine.health.guarding():
-            behind = checkpointer.is_pinned or self.last > checkpointer.covered
-            if self.engine.health.needs_recovery or behind:
-                raise StateError(f"{self.path} could not be brought to the disk", hint="try again")
+        engine = self._engine
+        engine.checkpoint()
+        with engine.checkpointer.lock, engine.health.guarding():
+            if engine.health.needs_recovery or engine.checkpointer.is_pinned or engine.is_behind:
+                raise StateError(f"{engine.path} could not be brought to the disk", hint="try again")
             try:
                 yield
             except BaseException:
-                self.note_interruption()  # the journal is read again, and what was begun ended or taken back
+                # The journal is read again, and what was begun is completed or taken back.
+                engine.health.note_interruption()
                 raise
 
     def _commit(self, plan: Plan, schema: Schema, specs: str, columns: list[Column]) -> None:
-        group, sums = self.columns, self.checksums
-        assert group is not None
-        manifest = self.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
-        commit_late(self.disk, self.path, manifest)
-        reshaped = group.reshaped(columns)
-        with self.episode_lock, self._other_fields(schema):
-            self.manifest, self.specs = manifest, manifest.specs
-            self._state.replace_columns(reshaped)
-            self.engine.shared.note_layout()
-        finish_late(self.disk, self.path)
-        checksums = Checksums(self.disk, self.path / CHECKSUMS, reshaped)
-        self._state.replace_checksums(checksums)
-        if sums is not None:
-            checksums.note_changed(sums.changed)
-            sums.close()
+        engine, sums = self._engine, self._checksums()
+        manifest = engine.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
+        commit_late(engine.disk, engine.path, manifest)
+        self._store.take_fields(manifest, self._columns().reshaped(columns))
+        finish_late(engine.disk, engine.path)
+        checksums = Checksums(engine.disk, engine.path / CHECKSUMS, self._columns())
+        engine.rows.replace_checksums(checksums)
+        checksums.note_changed(sums.changed)
+        sums.close()
 
 
 class _Building:
@@ -190,7 +210,7 @@ class _Building:
         entry: The field.
     """
 
-    def __init__(self, storage: ReshapableStorage, plan: Plan, entry: Field) -> None:
+    def __init__(self, storage: Store, plan: Plan, entry: Field) -> None:
         self._storage, self._plan, self._entry = storage, plan, entry
         self.schema = storage.require_schema()
         disk, slots = storage.disk, storage.geometry.slots
@@ -199,9 +219,7 @@ class _Building:
         disk.remove_tree(storage.path / ASIDE)
         folder = self._top / self._below
         disk.make_dir(folder)
-        self.column = Column(
-            disk, folder, entry, slots, fills=storage.columns is not None and storage.columns.fills
-        )
+        self.column = Column(disk, folder, entry, slots, fills=storage.engine.rows.require_columns().fills)
         #: Files whose bytes `begin_late` is to bring to the disk, and folders with new names.
         self.about: list[Path] = []
         self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
@@ -215,8 +233,8 @@ class _Building:
 
     def reach(self, slots: int = 0) -> None:
         """Have a place for so many slots, and for all that others have."""
-        group = self._storage.columns
-        while self.column.ready < max(slots, 0 if group is None else group.ready):
+        group = self._storage.engine.rows.require_columns()
+        while self.column.ready < max(slots, group.ready):
             self.folders.update(self.column.add_shard())
             self._touched.add(self.column.files[-1])
 

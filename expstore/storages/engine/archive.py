@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import Gaps
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
@@ -27,15 +28,14 @@ from expstore.episodes.table import HAS_TRAJECTORY, LAST, NEW, NO_REWARD, Assign
 from expstore.errors import SchemaError, StateError
 from expstore.schema.field_roles import Keys
 from expstore.schema.schema import Field, Schema
-from expstore.storages.base import Storage, now_us
-from expstore.storages.batch import Rows
+from expstore.storages.batch import Rows, now_us
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.engine.process_exit import unregister
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
+from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
-    from expstore.storages.engine.delete import RetainingStorage
+    from expstore.storages.engine.store import Store
 
 __all__ = [
     "ARCHIVED_ID",
@@ -58,6 +58,25 @@ _OF, _PENDING, _AFTER, _GENERATION = "archive_of", "pending", "after", "generati
 _SOURCE = "archive"
 #: Episodes outlive openings of the ring: their session is that of no opening.
 _SESSION = SessionKey("archive", remote=True)
+
+
+class Ring(Protocol):
+    """What `with_left` needs of a ring."""
+
+    @property
+    def given_up(self) -> int:
+        """The newest id that was given up for other reasons than age."""
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None: no rows have come yet."""
+
+    @property
+    def geometry(self) -> RingGeometry:
+        """How ids, slots and indices correspond."""
+
+    def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns over a run of ids."""
 
 
 class Left:
@@ -93,7 +112,7 @@ Going = Callable[[IntArray], Array]
 class Archive:
     """Append what leaves a ring.
 
-    Threads: one brings rows at a time, who holds `turn`; others read. Processes: the ring's writer alone.
+    Threads: one brings rows at a time, who holds `lock`; others read. Processes: the ring's writer alone.
     Crashes: rows are here whole batch by batch; `settled` says which outlive a power cut. Its storage is
     opened and closed with the ring, and goes on where it was: what is here says what is still to come.
 
@@ -103,10 +122,10 @@ class Archive:
         made: Whether it was made just now.
     """
 
-    def __init__(self, storage: RetainingStorage, order: LockOrder, *, made: bool = False) -> None:
+    def __init__(self, storage: Store, order: LockOrder, *, made: bool = False) -> None:
         self.storage = storage
         self._made = made
-        self.turn = order.ranked("archive", threading.Lock())
+        self.lock = order.ranked("archive", threading.Lock())
         self._takeovers = -1
         #: Rows of the ring up to this id are here, or never came, or were given up there.
         self.through = 0
@@ -122,7 +141,7 @@ class Archive:
         ring: Manifest,
         *,
         order: LockOrder,
-        open_storage: Callable[..., RetainingStorage],
+        open_storage: Callable[..., Store],
         segment_bytes: int | None = None,
     ) -> Archive:
         """Open a ring's archive, or make one.
@@ -140,7 +159,7 @@ class Archive:
             StateError: It is something else, or another store's.
             CorruptionError: It is damaged.
         """
-        settings = Settings(on_sigterm="ignore")
+        settings = Settings(storage="arrow", on_sigterm="ignore")
         made = not disk.exists(path / MANIFEST)
         if not made:
             trouble = archive_trouble(path, Manifest.load(disk, path), ring)
@@ -161,8 +180,7 @@ class Archive:
                 flatten=True,
             )
         storage = open_storage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
-        storage.warns_if_forgotten = False
-        unregister(storage)  # the ring closes it, before or after which nothing is lost
+        storage.leave_to_another()  # the ring closes it, before or after which nothing is lost
         try:
             return cls(storage, order, made=made)
         except BaseException:
@@ -172,8 +190,8 @@ class Archive:
     def _look(self) -> None:
         """Find out which rows are here, after another opening, too."""
         storage = self.storage
-        if self._takeovers != storage.takeovers:
-            self._takeovers = storage.takeovers
+        if self._takeovers != storage.epochs.content:
+            self._takeovers = storage.epochs.content
             self.through = self.settled = newest_id(storage, storage.window)
 
     def check_fields(self, schema: Schema) -> None:
@@ -189,7 +207,7 @@ class Archive:
     # -- rows come -------------------------------------------------------------------------------
 
     def append(self, left: Left, keys: Keys, schema: Schema, going: Going, *, sure: bool) -> None:
-        """Take rows, which all come behind those that are here; `turn` is held.
+        """Take rows, which all come behind those that are here; `lock` is held.
 
         Args:
             left: The rows.
@@ -234,7 +252,7 @@ class Archive:
                 self.storage.annotate(Resume(now_us(), _SESSION, episodes=tuple(found)))
 
     def end(self, still_open: Collection[int], *, before: int) -> None:
-        """End the episodes of which no row comes any more; `turn` is held.
+        """End the episodes of which no row comes any more; `lock` is held.
 
         Args:
             still_open: Episodes of the ring that are open, or have rows that are not here.
@@ -263,11 +281,11 @@ class Archive:
         return found
 
     def pass_over(self, through: int) -> None:
-        """Note that there are no other rows up to this id; `turn` is held."""
+        """Note that there are no other rows up to this id; `lock` is held."""
         self.through = max(self.through, through)
 
     def settle(self) -> None:
-        """Bring all rows that are here to the disk; `turn` is held.
+        """Bring all rows that are here to the disk; `lock` is held.
 
         Raises:
             StorageError: The disk failed.
@@ -276,7 +294,7 @@ class Archive:
         if through > self.settled:
             self.storage.check_writable()
             self.storage.sync()
-            if takeovers == self.storage.takeovers:
+            if takeovers == self.storage.epochs.content:
                 self.settled = through
 
     @property
@@ -328,15 +346,16 @@ class Archive:
         storage = self.storage
         ids = storage.window.ids()
         (there,) = storage.read(ids, [storage.place_of(ARCHIVED_ID)])
-        storage.give_up_rows(Gaps.of_ids(ids[there >= first_id]))
+        storage.retention.delete_rows(Gaps.of_ids(ids[there >= first_id]))
         self._takeovers = -1
         self._look()
 
     def _note(self, meta: dict[str, object]) -> None:
         with self.storage.lock:
             self.storage.check_writable()
-            if meta != self.storage.manifest.meta:
-                self.storage.note_meta(meta)
+            engine = self.storage.engine
+            if meta != engine.manifest.meta:
+                engine.save(engine.manifest.replace(meta=meta))
 
 
 class _Facts:
@@ -410,7 +429,7 @@ def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
     return f"{path} is {'the archive of another store' if owner else 'a store, and no archive'}"
 
 
-def newest_id(archive: Storage, window: Window) -> int:
+def newest_id(archive: ReadView, window: Window) -> int:
     """Return the newest id of a ring's row that is in an archive, or that had left when there was none."""
     if archive.schema is None or not window.rows:
         return int(archive.meta().get(_AFTER, 0))
@@ -428,7 +447,7 @@ class Beside:
 
     __slots__ = ("archive", "through", "window")
 
-    def __init__(self, archive: Storage) -> None:
+    def __init__(self, archive: ReadView) -> None:
         archive.follow()
         self.archive = archive
         self.window = archive.query_window
@@ -436,7 +455,7 @@ class Beside:
         self.through = newest_id(archive, self.window)
 
 
-def with_left(storage: Storage, window: Window, after: int) -> Window:
+def with_left(storage: Ring, window: Window, after: int) -> Window:
     """Return a window that begins before another one: with rows that have left it and still lie in the ring.
 
     Args:

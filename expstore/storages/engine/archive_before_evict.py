@@ -1,8 +1,7 @@
-"""A ring whose rows go to an archive before their slots are given to others.
+"""Bring rows of a ring to its archive before their slots are given to others.
 
-Part of the Zarr storage. Rows that have left the window lie in spare slots until the writer needs these: so
-long they can be brought to the archive, beside whoever writes, and nobody can change them. It never decides
-what leaves.
+Used by the engine. Rows that have left the window lie in spare slots until the writer needs these: so long
+they can be copied while others write, and cannot be changed. It never decides what leaves.
 """
 
 from __future__ import annotations
@@ -10,216 +9,263 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray, Key, Ranking, Window, key_name
+from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.fragments import last_ids
 from expstore.errors import ExpStoreError, StateError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Rows, Storage
+from expstore.storages.batch import Rows
 from expstore.storages.engine.archive import Archive, Going, Left, archive_path, archived_schema, with_left
-from expstore.storages.engine.delete import RetainingStorage
+from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.opening import Opened
-from expstore.storages.new_field import Coming
-from expstore.storages.snapshots.restore import ContentLike
+from expstore.storages.format.manifest import Manifest
 
-__all__ = ["ArchivingStorage"]
+if TYPE_CHECKING:
+    from expstore.storages.engine.store import Store
+
+__all__ = ["Archiver", "no_ranking"]
 
 _logger = logging.getLogger("expstore")
 #: So many bytes of rows go to the archive at a time.
 PIECE_BYTES = 16 << 20
 
 
-class ArchivingStorage(RetainingStorage):
-    """Keep what leaves a ring.
+class Archiver:
+    """Copy what leaves a ring to its archive.
 
-    Threads: one brings rows to the archive at a time, beside who writes and reads; who extends waits only for
-    rows whose slots it needs. Crashes: a slot is written to for another row when the one that was there is on
-    the disk of the archive; rows come to the archive once. Locks: the archive's `turn` comes behind
-    those of a sync and of the counts, under which a storage that was interrupted is opened anew.
+    Threads: one copies at a time, while others write and read; who extends waits only for rows whose slots it
+    needs. Crashes: a slot is written to for another row when the one that was there is on the disk of the
+    archive; rows come to the archive once. Locks: the archive's own comes behind those of a checkpoint and of
+    the counts, under which a store that was interrupted is opened anew.
+
+    Args:
+        engine: Of the ring.
+        archive: Where its rows go.
     """
 
-    archive: Archive | None = None
+    def __init__(self, engine: Engine, archive: Archive) -> None:
+        self._engine, self.archive = engine, archive
 
-    # -- opening and closing -----------------------------------------------------------------------
+    @classmethod
+    def open(
+        cls,
+        engine: Engine,
+        asked: str | Path | Literal[False] | None,
+        *,
+        open_storage: Callable[..., Store],
+        segment_bytes: int | None,
+    ) -> Archiver | None:
+        """Open the archive of a ring, or make one; None: it has none.
 
-    def _open(self, *, first: bool) -> None:
-        if self.archive is None:
-            self._open_archive()
-        if self.archive is None:
-            super()._open(first=first)
-            return
-        with self.archive.turn:  # who copies rows reads them in these columns, or in the next ones
-            super()._open(first=first)
+        Args:
+            engine: Of the ring; its expstore.json notes where the archive is.
+            asked: Where it is to be; None: where it was; False: rows that leave are gone from now on.
+            open_storage: Opens the storage that the archive is.
+            segment_bytes: Length of a segment of its journal; None: the library's own.
 
-    def _check_opened(self, opened: Opened) -> None:
-        """Raise an error if the archive cannot go on with what an opening has found."""
-        archive, manifest = self.archive, opened.manifest
-        if archive is None:
-            return
-        if manifest.schema is not None:
-            archive.check_fields(manifest.schema)
-        archive.meet(manifest, self.manifest.generation, opened.store.window, self.path)
-
-    def _open_archive(self) -> None:
-        asked, noted = self.asked_archive, self.manifest.archive
+        Raises:
+            StateError: There can be no archive of this store, or it has been moved.
+            LockedError: Another process has it open.
+            CorruptionError: It is damaged.
+        """
+        manifest, path = engine.manifest, engine.path
+        noted = manifest.archive
         if asked is False:
             if noted:
-                self._note_manifest(self.manifest.replace(archive=""))
-            return
+                engine.save(manifest.replace(archive=""))
+            return None
         if asked is None and not noted:
-            return
-        place = archive_path(self.path, noted) if asked is None else Path(asked).resolve()
-        self._check_place(place, known=bool(noted))
-        self.archive = Archive.open(
-            self.disk,
+            return None
+        place = archive_path(path, noted) if asked is None else Path(asked).resolve()
+        _check_place(engine, place, known=bool(noted))
+        archive = Archive.open(
+            engine.disk,
             place,
-            self.manifest,
-            order=self.lock_order,
-            open_storage=self._open_archive_storage,
-            segment_bytes=self.archive_segment_bytes,
+            manifest,
+            order=engine.locks.order,
+            open_storage=open_storage,
+            segment_bytes=segment_bytes,
         )
-        seen = os.path.relpath(place, self.path.resolve())
+        seen = os.path.relpath(place, path.resolve())
         if seen != noted:
-            self._note_manifest(self.manifest.replace(archive=seen))
+            engine.save(manifest.replace(archive=seen))
+        return cls(engine, archive)
 
-    def _open_archive_storage(self, path: Path, **options: Any) -> RetainingStorage:
-        """Open the storage of the archive, or make one."""
-        raise NotImplementedError
+    @property
+    def storage(self) -> Store:
+        """Where the rows are that have left."""
+        return self.archive.storage
 
-    def _check_place(self, place: Path, *, known: bool) -> None:
-        """Raise StateError where there can be no archive of this store."""
-        manifest = self.manifest
-        if manifest.capacity is None:
-            raise StateError(
-                f"{self.path} has no capacity: no row leaves it for an archive",
-                kind="mismatch",
-                hint="leave archive= out, or give a new store a capacity",
-            )
+    def stats(self) -> dict[str, Any]:
+        """Return where rows go, and how far they have come."""
+        return {"archive": str(self.storage.path), "archived_through": self.archive.through}
+
+    def check_opened(self, opened: Opened) -> None:
+        """Raise StateError if the archive cannot go on with what an opening has found."""
+        archive, manifest = self.archive, opened.manifest
+        if manifest.schema is not None:
+            archive.check_fields(manifest.schema)
+        archive.meet(manifest, self._engine.manifest.generation, opened.store.window, self._engine.path)
+
+    def check_fields(self, schema: Schema) -> None:
+        """Raise StateError or SchemaError if rows of such fields cannot go to the archive."""
+        archived_schema(schema)
+        self.archive.check_fields(schema)
+
+    def check_content(self, manifest: Manifest) -> None:
+        """Raise StateError if rows of a snapshot could not go to the archive."""
         if manifest.ranking is not None:
-            raise self._no_ranking()
-        if known and not self.disk.exists(place / "expstore.json"):
-            raise StateError(
-                f"the archive of {self.path} is not at {place}",
-                kind="mismatch",
-                hint="give archive= its path; or False, and rows that leave are gone",
-            )
+            raise no_ranking(self._engine.path)
+        if manifest.schema is not None:
+            self.archive.check_fields(manifest.schema)
 
-    def _do_without_threads(self) -> None:
-        """Write and sync on the calling thread alone from now on, the rows of the archive, too."""
-        super()._do_without_threads()
-        if self.archive is not None:
-            self.archive.storage._do_without_threads()
+    # -- copying -----------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        try:
-            if self.archive is not None:
-                self.archive.storage.close()
-        finally:
-            super()._let_go()
-
-    def close(self) -> None:
-        """Sync, bring what has left to the archive, note that all is well, and let others open the store."""
-        if not self._closed and self.archive is not None:
-            with self.lock:
-                self.engine.background.stop()
-                try:
-                    if self.can_write:
-                        self.sync()
-                        self.archive_left()
-                except ExpStoreError as exc:
-                    # The rows are where they were: the next opening goes on with them.
-                    _logger.warning("rows of %s have not come to its archive: %s", self.path, exc)
-        super().close()
-
-    def more_stats(self) -> dict[str, Any]:
-        """Return what every store on disk says, and where rows go, and how far they have come."""
-        archive = self.archive
-        if archive is None:
-            return super().more_stats()
-        return super().more_stats() | {
-            "archive": str(archive.storage.path),
-            "archived_through": archive.through,
-        }
-
-    def archived(self) -> Storage | None:
-        """Return where rows are that have left; None: nowhere."""
-        return None if self.archive is None else self.archive.storage
-
-    # -- rows go -----------------------------------------------------------------------------------
-
-    def archive_left(self) -> None:
+    def copy_left(self) -> None:
         """Bring all rows that have left, and that no power cut can undo, to the archive and its disk.
 
         Raises:
             StorageError: The disk failed; rows that have not come lie where they were.
             StateError: The archive cannot be written.
         """
-        archive = self.archive
-        if archive is None or self.schema is None or archive.storage.closed:
+        archive, engine = self.archive, self._engine
+        if engine.schema is None or archive.storage.closed:
             return
-        with archive.turn:
-            through = min(self._state.window.low, self.engine.checkpointer.covered)
+        with archive.lock:
+            through = min(engine.rows.window.low, engine.checkpointer.covered)
             if through > archive.through:
-                self._copy(archive, through)
-            before = self.episodes.next_episode
+                self._copy(through)
+            before = engine.rows.episodes.next_episode
             archive.end(self._open_behind(archive.through), before=before)
             archive.settle()
 
+    def copy_at_close(self) -> None:
+        """Do as `copy_left`; a failure is logged, and the next opening goes on with the rows."""
+        try:
+            if self._engine.is_sound:
+                self._engine.checkpoint()
+                self.copy_left()
+        except ExpStoreError as exc:
+            _logger.warning("rows of %s have not come to its archive: %s", self._engine.path, exc)
+
+    def copy_through(self, through: int) -> None:
+        """Wait until rows up to an id are on the disk of the archive, with others that are as far."""
+        engine, archive = self._engine, self.archive
+        through = min(through, engine.rows.last)
+        if through <= archive.settled:
+            return
+        started = time.monotonic()
+        with archive.lock:
+            if through > archive.settled:
+                sure = min(engine.rows.window.low, engine.checkpointer.covered)
+                self._copy(max(through, sure, archive.through))
+                archive.settle()
+        engine.counters.note_wait(started)
+
+    def copy_all_but(self, capacity: int | None) -> None:
+        """Bring all rows but the newest to the archive and its disk, before others take their places.
+
+        Args:
+            capacity: How many stay.
+
+        Raises:
+            StateError: None: all of them, in a store that grows and has an archive; or it cannot be written.
+            StorageError: The disk failed.
+        """
+        engine = self._engine
+        if engine.schema is None:
+            return
+        if capacity is None:
+            raise StateError(
+                f"{engine.path} has an archive, and without a capacity no row would leave it",
+                hint="open it with archive=False first",
+            )
+        engine.checkpoint()
+        self.copy_through(engine.rows.last - capacity)
+
+    def copy_early(self, rows: Rows, skipped: int) -> None:
+        """Bring everything, and the first rows of a batch that get no slot, to the archive.
+
+        `meet` follows when the ring has the batch, or not.
+
+        Args:
+            rows: The batch, which is not written yet.
+            skipped: How many of its first rows get no slot.
+        """
+        engine, archive = self._engine, self.archive
+        keys, schema = engine.keys, engine.require_schema()
+        with archive.lock:
+            self._copy(engine.rows.last)
+            archive.settle()
+            archive.expect(rows.first_id)
+            for left in _passing(rows, skipped, archive.most):
+                archive.append(left, keys, schema, _none, sure=False)
+            archive.settle()
+
+    def meet(self) -> None:
+        """Agree with the archive about which rows there are, after `copy_early` and the batch."""
+        engine = self._engine
+        with self.archive.lock:
+            manifest = engine.manifest
+            self.archive.meet(manifest, manifest.generation, engine.rows.window, engine.path)
+
     def _open_behind(self, through: int) -> set[int]:
         """Return the episodes that are open, or have rows behind this one."""
-        with self.episode_lock:
-            found = {entry.episode for entry in self.episodes.open_entries()}
-            rows = self.episodes.fragments.rows
+        with self._engine.locks.episodes:
+            episodes = self._engine.rows.episodes
+            found = {entry.episode for entry in episodes.open_entries()}
+            rows = episodes.fragments.rows
             found.update(rows[0, last_ids(rows) > through].tolist())
         return found
 
-    def _copy(self, archive: Archive, through: int) -> None:
-        """Bring rows up to an id to the archive, which marks cover; its `turn` is held."""
-        window = self._state.window
+    def _copy(self, through: int) -> None:
+        """Bring rows up to an id to the archive, which checkpoints cover; its lock is held."""
+        engine, archive = self._engine, self.archive
+        window = engine.rows.window
         if through > window.low:  # they are to be given up for a long extend
             window = Window(through, max(window.last, through), window.gaps)
-        wanted = with_left(self, window, archive.through)
-        behind = self._newest_left(Window(wanted.low, max(through, self._state.window.low), wanted.gaps))
-        for left in self._leaving(Window(wanted.low, through, wanted.gaps), archive):
-            last, schema = int(left.ids[-1]), self.require_schema()
-            sure = last <= self._state.window.low  # else it may go on with a batch under way
-            archive.append(left, self.keys, schema, self._going_behind(last, behind), sure=sure)
+        wanted = with_left(engine, window, archive.through)
+        newest = max(through, engine.rows.window.low)
+        behind = self._newest_left(Window(wanted.low, newest, wanted.gaps))
+        keys, schema = engine.keys, engine.require_schema()
+        for left in self._leaving(Window(wanted.low, through, wanted.gaps)):
+            last = int(left.ids[-1])
+            sure = last <= engine.rows.window.low  # else it may go on with a batch under way
+            archive.append(left, keys, schema, self._going_behind(last, behind), sure=sure)
         archive.pass_over(through)
 
     def _newest_left(self, window: Window) -> dict[int, int]:
-        """Return the newest row of each episode among those that have left, of which nobody else knows."""
-        ids = window.ids()
+        """Return the newest row of each episode among rows that have left: the episode table lacks them."""
+        ids, engine = window.ids(), self._engine
         if not ids.size:
             return {}
-        (episodes,) = self._take(self.geometry.slot_of(ids), [len(self.require_schema().fields) + 1])
+        place = len(engine.require_schema().fields) + 1
+        (episodes,) = engine.take(engine.geometry.slot_of(ids), [place])
         return dict(zip(episodes.tolist(), ids.tolist(), strict=True))
 
-    def _leaving(self, window: Window, archive: Archive) -> Iterator[Left]:
-        schema = self.require_schema()
+    def _leaving(self, window: Window) -> Iterator[Left]:
+        engine, schema = self._engine, self._engine.require_schema()
         fields = len(schema.fields)
         places = range(fields + len(ROW_FIELDS) - 1)
-        group = self.columns
-        row_bytes = schema.row_bytes
-        if group is not None and group.segments is not None:
-            row_bytes += int(group.segments.mean_bytes)
+        row_bytes = schema.row_bytes + engine.rows.variable_bytes
         for first, count in window.runs():
             at = 0
             while at < count:
-                rows = max(1, min(archive.most, PIECE_BYTES // max(1, row_bytes), count - at))
+                rows = max(1, min(self.archive.most, PIECE_BYTES // max(1, row_bytes), count - at))
                 ids = np.arange(first + at, first + at + rows)
-                columns = self._take(self.geometry.slot_of(ids), places)
+                columns = engine.take(engine.geometry.slot_of(ids), places)
                 _, episodes, steps, times = columns[fields:]
                 yield Left(ids, columns[:fields], episodes, steps, times)
                 at += rows
 
     def _going_behind(self, through: int, behind: Mapping[int, int]) -> Going:
-        """Return what says which episodes have rows behind this one, or get some.
+        """Return a predicate: does an episode have, or may it still get, rows with an id above `through`?
 
         Args:
             through: The row.
@@ -233,172 +279,43 @@ class ArchivingStorage(RetainingStorage):
 
         return going
 
-    # -- extend ------------------------------------------------------------------------------------
+    # -- the end -----------------------------------------------------------------------------------
 
-    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
-        """Fix the fields, once, when the first rows come; on the disk when this returns."""
-        if self.archive is not None:
-            archived_schema(schema)
-            self.archive.check_fields(schema)
-        super().prepare(schema, keys, dims)
+    def do_without_threads(self) -> None:
+        """Write and sync on the calling thread alone from now on."""
+        self.storage.engine.do_without_threads()
 
-    def write(self, rows: Rows) -> None:
-        """Make rows readable, all of them or none.
+    def close(self) -> None:
+        """Close the archive."""
+        self.storage.close()
 
-        Of a batch longer than the ring those that never get a slot go to the archive first.
 
-        Raises:
-            StateError: The store is closed, not open for writing, or poisoned; or its archive is.
-            StorageError: The disk failed; nothing is published.
-        """
-        archive, capacity = self.archive, self.geometry.capacity
-        if archive is None or capacity is None or rows.count <= capacity:
-            super().write(rows)
-            return
-        self.check_writable()
-        if self.geometry.lanes > 1:
-            self.geometry.check_steps(rows.first_id, rows.count)
-        self.check_space(rows.count)
-        self.sync()
-        try:
-            with archive.turn:
-                self._copy(archive, self.last)
-                archive.settle()
-                archive.expect(rows.first_id)
-                for left in _passing(rows, rows.count - capacity, archive.most):
-                    archive.append(left, self.keys, self.require_schema(), _none, sure=False)
-                archive.settle()
-            super().write(rows)
-            if self.engine.checkpointer.covered < self.last:
-                # Else the power may take the batch back when the archive knows no more that it came early.
-                self.sync()
-            with archive.turn:
-                archive.meet(self.manifest, self.manifest.generation, self._state.window, self.path)
-        except BaseException:
-            self.note_interruption()  # what has come too early is given up with what is read again
-            raise
+def no_ranking(path: Path) -> StateError:
+    """Return the error of a store that keeps the best rows and is to have an archive."""
+    return StateError(
+        f"{path} keeps the best rows: what gives way to better ones does not go to an archive",
+        kind="mismatch",
+        hint="leave archive= out, or use another writer",
+    )
 
-    def _make_room(self, count: int) -> None:
-        archive = self.archive
-        if archive is None or self.schema is None or (depth := self.geometry.depth) is None:
-            super()._make_room(count)
-            return
-        if count > self.geometry.spare:
-            self.check_space(count)
-            self.sync()
-            try:
-                self._archive_for(archive, min(self.last, self.last + count - depth))
-                super()._make_room(count)
-            except BaseException:
-                self.note_interruption()  # rows may have come too early: they are given up there
-                raise
-        else:
-            super()._make_room(count)
-        self._archive_for(archive, self.last + count - depth)
 
-    def _archive_for(self, archive: Archive, through: int) -> None:
-        """Wait until rows up to an id are on the disk of the archive, with others that are as far."""
-        through = min(through, self.last)
-        if through <= archive.settled:
-            return
-        started = time.monotonic()
-        with archive.turn:
-            if through > archive.settled:
-                self._copy(
-                    archive,
-                    max(
-                        through,
-                        min(self._state.window.low, self.engine.checkpointer.covered),
-                        archive.through,
-                    ),
-                )
-                archive.settle()
-        self.counters.waits += 1
-        self.counters.wait_seconds += time.monotonic() - started
-
-    def archive_all_but(self, capacity: int | None) -> None:
-        """Bring all rows but the newest to the archive and its disk, before others take their places.
-
-        Args:
-            capacity: How many stay.
-
-        Raises:
-            StateError: None: all of them, in a store that grows and has an archive; or it cannot be written.
-            StorageError: The disk failed.
-        """
-        archive = self.archive
-        if archive is None or self.schema is None:
-            return
-        if capacity is None:
-            raise StateError(
-                f"{self.path} has an archive, and without a capacity no row would leave it",
-                hint="open it with archive=False first",
-            )
-        with self.lock:
-            self.sync()
-            self._archive_for(archive, self.last - capacity)
-
-    def load_content(self, content: ContentLike) -> None:
-        """Put a content from elsewhere in the place of what there is; see `RetainingStorage`.
-
-        Rows that it takes the place of do not go to the archive; those that had left before do.
-
-        Raises:
-            StateError: Its rows could not go to this store's archive.
-        """
-        if self.archive is not None:
-            if content.manifest.ranking is not None:
-                raise self._no_ranking()
-            if content.manifest.schema is not None:
-                self.archive.check_fields(content.manifest.schema)
-        super().load_content(content)
-
-    def _forget(self, last: int) -> None:
-        archive = self.archive
-        if archive is not None and self.schema is not None:
-            self.sync()
-            self._archive_for(archive, self._state.window.low)  # what had left before is not deleted
-        super()._forget(last)
-
-    # -- what is refused -----------------------------------------------------------------------------
-
-    def _no_ranking(self) -> StateError:
-        return StateError(
-            f"{self.path} keeps the best rows: what gives way to better ones does not go to an archive",
+def _check_place(engine: Engine, place: Path, *, known: bool) -> None:
+    """Raise StateError where there can be no archive of this store."""
+    manifest, path = engine.manifest, engine.path
+    if manifest.capacity is None:
+        raise StateError(
+            f"{path} has no capacity: no row leaves it for an archive",
             kind="mismatch",
-            hint="leave archive= out, or use another writer",
+            hint="leave archive= out, or give a new store a capacity",
         )
-
-    def _note_ranking(self, ranking: Ranking | None) -> None:
-        if ranking is not None and self.archive is not None:
-            raise self._no_ranking()
-        super()._note_ranking(ranking)
-
-    def _refuse_other_fields(self, key: Key) -> None:
-        if self.archive is not None:
-            raise StateError(
-                f"field {key_name(key)!r} would come or go, and rows of {self.path} have gone to an archive "
-                "as they are",
-                hint="open the store with archive=False first",
-            )
-
-    def add_field(self, coming: Coming) -> None:
-        """Have one more field; see `ReshapableStorage`.
-
-        Raises:
-            StateError: The store has an archive, whose rows would lack it.
-        """
-        self._refuse_other_fields(coming.entry.key)
-        super().add_field(coming)
-
-    def drop_field(self, key: Key, specs: str) -> None:
-        """Have one field less; see `ReshapableStorage`.
-
-        Raises:
-            StateError: The store has an archive, whose rows have it.
-        """
-        self._refuse_other_fields(key)
-        super().drop_field(key, specs)
+    if manifest.ranking is not None:
+        raise no_ranking(path)
+    if known and not engine.disk.exists(place / "expstore.json"):
+        raise StateError(
+            f"the archive of {path} is not at {place}",
+            kind="mismatch",
+            hint="give archive= its path; or False, and rows that leave are gone",
+        )
 
 
 def _none(episodes: IntArray) -> Array:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -23,16 +22,14 @@ from expstore.schema.schema import DTYPES, OBJECT, Field
 from expstore.storages.new_field import Coming
 
 if TYPE_CHECKING:
-    from expstore.storages.base import Storage
+    from expstore.storages.read_view import ReadView
 
-__all__ = ["Filler", "Reshaping", "check_coming", "check_going", "unmoved"]
+__all__ = ["Filler", "Reshaping", "check_coming", "check_going"]
 
 #: So many rows, and about so many bytes, at a time.
 _ROWS, _BYTES = 4096, 8 << 20
 #: So often rows that came meanwhile are done while others go on; few of them are left to the end anyway.
 _PASSES, _FEW = 20, 512
-
-_Found = TypeVar("_Found")
 
 
 class Place(Protocol):
@@ -54,11 +51,11 @@ class Filler:
         place: Where the values go.
     """
 
-    def __init__(self, storage: Storage, coming: Coming, place: Place) -> None:
+    def __init__(self, storage: ReadView, coming: Coming, place: Place) -> None:
         self._storage, self._coming, self._place = storage, coming, place
         self._done = 0  # the newest id that has its value
         self._changes = storage.changes & ~1
-        self._takeovers = storage.takeovers
+        self._takeovers = storage.epochs.content
         self._step = max(1, _BYTES // coming.entry.row_bytes)
         if coming.fill is None:
             self._step = min(self._step, coming.rows)
@@ -77,7 +74,7 @@ class Filler:
             StateError: The storage has another content by now.
         """
         storage = self._storage
-        if storage.takeovers != self._takeovers:
+        if storage.epochs.content != self._takeovers:
             raise StateError("the store got another content meanwhile", hint="add the field again")
         if self._coming.compute is not None and storage.changes & ~1 != self._changes:
             window = storage.window
@@ -88,7 +85,7 @@ class Filler:
                 found, values = self._values(ids[start : start + self._step])
                 self._place.lay_rows(found, values)
         self._run()
-        if storage.window.last > self._done or storage.takeovers != self._takeovers:
+        if storage.window.last > self._done or storage.epochs.content != self._takeovers:
             raise StateError("rows were written while the values of a field were computed", hint="only read")
 
     def _run(self) -> None:
@@ -148,40 +145,7 @@ class Reshaping:
                 self._inside = False
 
 
-def unmoved(storage: Storage, act: Callable[[], _Found]) -> _Found:
-    """Return what an act finds, which reads fields by their places, while these do not change.
-
-    Where a field has come or gone meanwhile, whatever the act has found or raised is of no account: it is
-    asked again.
-
-    Args:
-        storage: Whose fields count.
-        act: Changes nothing, or the same each time.
-    """
-    while True:
-        before = storage.reshapes
-        if before & 1:
-            with storage.lock:  # a moment: whoever has it changes what is in memory
-                continue
-        try:
-            found = act()
-        except Exception as exc:
-            if storage.reshapes == before:
-                raise
-            _forget(exc)
-        else:
-            if storage.reshapes == before:
-                return found
-
-
-def _forget(exc: BaseException | None) -> None:
-    """Let go of what an error holds: cursors of a query that would keep a file open."""
-    while exc is not None:
-        traceback.clear_frames(exc.__traceback__)
-        exc = exc.__cause__ or exc.__context__
-
-
-def check_coming(storage: Storage, entry: Field) -> None:
+def check_coming(storage: ReadView, entry: Field) -> None:
     """Check that a storage can have one more field.
 
     Raises:
@@ -219,7 +183,7 @@ def check_coming(storage: Storage, entry: Field) -> None:
         )
 
 
-def check_going(storage: Storage, key: Key) -> None:
+def check_going(storage: ReadView, key: Key) -> None:
     """Check that a storage can do without a field.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The background thread of a store on disk: writes priorities, syncs about once a second.
+"""The background thread of a store on disk: writes priorities, and runs a checkpoint about once a second.
 
-Used by the Zarr storage. It holds its storage weakly, so that a forgotten buffer can go, and never
-raises: a failed sync poisons the storage, which tells the next caller.
+Used by the engine, which it holds weakly, so that a forgotten store can be collected. It never raises: a
+failed sync is noted in the store's health, and the next write raises an error.
 """
 
 from __future__ import annotations
@@ -23,26 +23,29 @@ BEAT_SECONDS = 0.25
 
 
 class Settled(Protocol):
-    """What `Keeper` needs of a storage."""
-
-    def flush_priorities(self) -> None:
-        """Write priorities that have changed, and rows that the columns lack."""
-
-    def sync(self) -> None:
-        """Run a checkpoint."""
+    """What `Keeper` needs of an engine."""
 
     def beat(self) -> None:
         """Show other processes that this one is alive."""
 
-    def archive_left(self) -> None:
-        """Bring rows that have left to the archive."""
+    def tend(self) -> None:
+        """Do so, and write priorities that have changed, and rows that the columns lack."""
+
+    def settle(self) -> None:
+        """Run a checkpoint, and bring rows that have left to the archive."""
 
 
 class Keeper:
-    """Sync a storage a while after it was written to."""
+    """Run a checkpoint a while after a store was written to.
 
-    def __init__(self, storage: Settled) -> None:
-        self._storage = weakref.ref(storage)
+    Threads: any may note or hurry; one thread of its own acts. Processes: none runs in a forked child.
+
+    Args:
+        engine: Whose checkpoints; held weakly.
+    """
+
+    def __init__(self, engine: Settled) -> None:
+        self._engine = weakref.ref(engine)
         self._awake = threading.Event()
         self._hurry = threading.Event()
         self._stopped = False
@@ -79,33 +82,23 @@ class Keeper:
     def _run(self) -> None:
         while not self._stopped:
             if not self._awake.wait(BEAT_SECONDS):
-                self._act(lambda kept: kept.beat())
+                self._act(lambda engine: engine.beat())
                 continue
             self._awake.clear()
             due = time.monotonic() + tuning.CHECKPOINT_SECONDS
             while (
                 not self._stopped and time.monotonic() < due and not self._hurry.wait(tuning.PRIORITY_SECONDS)
             ):
-                self._act(_tend)
+                self._act(lambda engine: engine.tend())
             self._hurry.clear()
             if not self._stopped:
-                self._act(_settle)
+                self._act(lambda engine: engine.settle())
 
     def _act(self, act: Callable[[Settled], None]) -> None:
-        storage = self._storage()
-        if storage is None:
+        engine = self._engine()
+        if engine is None:
             self._stopped = True
             return
-        # A failure is noted by the storage, which raises at the next write.
+        # A failure is noted in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
-            act(storage)
-
-
-def _settle(storage: Settled) -> None:
-    storage.sync()
-    storage.archive_left()
-
-
-def _tend(storage: Settled) -> None:
-    storage.beat()
-    storage.flush_priorities()
+            act(engine)

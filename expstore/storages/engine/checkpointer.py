@@ -23,6 +23,7 @@ from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Journal, Kind
 from expstore.storages.format.records import Mark
 from expstore.storages.index_protocol import CatalogLike
+from expstore.storages.locks import Locks
 from expstore.storages.stats import Counters
 
 __all__ = ["Checkpointer", "Pin"]
@@ -42,8 +43,8 @@ class Checkpointable(Protocol):
         """The journal of this opening."""
 
     @property
-    def episode_lock(self) -> threading.Lock:
-        """Held while a record is appended and memory follows."""
+    def locks(self) -> Locks:
+        """The locks of the storage."""
 
     @property
     def draws(self) -> DrawState:
@@ -197,10 +198,7 @@ class Checkpointer:
             started = time.monotonic()
             with self._health.guarding():
                 keep = self._checkpoint(store)
-            counters = store.counters
-            counters.syncs += 1
-            counters.synced_at = time.monotonic()
-            counters.sync_seconds = counters.synced_at - started
+            store.counters.note_sync(started)
             store.measure_space()
         if keep is not None and enough is None:
             self._truncate(store, keep)
@@ -210,7 +208,7 @@ class Checkpointer:
         store.write_back()
         draws, sets = store.draws, store.draws.sets
         randomness = draws.note_randomness()
-        with store.episode_lock:
+        with store.locks.episodes:
             if self._health.needs_recovery:
                 return None  # the journal may hold rows that memory does not know
             store.drain()
@@ -244,14 +242,14 @@ class Checkpointer:
                 part.prepare(checkpoint)
             self._disk.sync_all(files, folders, self._pool)
         except BaseException:
-            with store.episode_lock:
+            with store.locks.episodes:
                 for part, found in dirty:
                     part.abort(found)
             raise
         for part in parts:
             part.synced()
         self.sync_journal(segments, [journal.folder] if rotated else [])
-        with store.episode_lock:
+        with store.locks.episodes:
             store.append_record(Kind.MARK, mark.pack())
             lsn, after = journal.sequence, journal.sync_files()
         # All of them: if the record began a segment, the one before it must not lose its end.
@@ -279,7 +277,7 @@ class Checkpointer:
             except ExpStoreError as exc:
                 # The index is derived: one that has missed segments is built anew when it is next used.
                 _logger.warning("the index is behind: %s", exc)
-            with self.lock, self._health.guarding(), store.episode_lock:
+            with self.lock, self._health.guarding(), store.locks.episodes:
                 if not store.closed and keep in store.journal.sync_files()[1:]:
                     store.journal.cut(keep)
         finally:

@@ -1,61 +1,64 @@
-"""A storage that deletes episodes of a store without a capacity, and gives their space back.
+"""Delete episodes of a store without a capacity, and give their space back.
 
-Part of the Zarr storage, for stores that grow. Which rows go is said from outside
-(`expstore.buffers.retention`);
-here is in which order that happens: first a record that survives a power cut says that they are gone, only
-then are the bytes given back, in place, so that nothing is moved and every id stays. It never chooses rows.
+A service of the store. `expstore.buffers.retention` says which rows are deleted; here is the order of the
+acts: first a record that survives a power cut says that they are gone, only then are the bytes given back, in
+place, so that nothing is moved and every id stays. It never chooses rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from expstore.core.id_set import Gaps
+from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
 from expstore.disk.files import File
 from expstore.episodes.fragments import all_ids
 from expstore.errors import StateError
+from expstore.storages.capabilities import GivenUp
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.columns.flat import Column
 from expstore.storages.columns.packed.writer import PackedColumn
-from expstore.storages.engine.alter import ReshapableStorage
 from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.format.chunk_encoding import reach_for
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.paths import COLUMNS, SEGMENTS
 
-__all__ = ["GivenUp", "RetainingStorage"]
+if TYPE_CHECKING:
+    from expstore.storages.engine.store import Store
+
+__all__ = ["Deletion"]
 
 _PAGE = 4096
 
 
-class GivenUp(NamedTuple):
-    """Say what has left.
-
-    Args:
-        episodes: How many.
-        rows: How many.
-        bytes: How much space the columns take less than before.
-    """
-
-    episodes: int = 0
-    rows: int = 0
-    bytes: int = 0
-
-
-class RetainingStorage(ReshapableStorage):
-    """Give up whole episodes.
+class Deletion:
+    """Delete whole episodes of a store.
 
     Threads: others write and read meanwhile; who is reading rows that leave reads others in their place.
-    Crashes: a row is given up when a record on the disk says so, and no earlier; its space is given back
-    after that, or not at all if the process ends before, which costs space and nothing else.
+    Crashes: a row is gone when a record on the disk says so, and no earlier; its space is given back after
+    that, or not at all if the process ends before, which costs space and nothing else.
+
+    Args:
+        store: Whose episodes.
     """
 
-    def note_policy(self, policy: Mapping[str, Any]) -> None:
+    __slots__ = ("_engine", "_store")
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._engine = store, store.engine
+
+    @property
+    def policy(self) -> Retain | None:
+        """Which rows are to stay; None: all of them."""
+        kept = self._engine.manifest.retain
+        return Retain(**kept) if kept else None
+
+    def keep_policy(self, policy: Mapping[str, Any]) -> None:
         """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
 
         It is on the disk when this returns.
@@ -64,43 +67,45 @@ class RetainingStorage(ReshapableStorage):
             StateError: The store is a ring, closed, or cannot be written.
             StorageError: The disk failed; nothing was changed.
         """
-        with self.lock:
-            self.check_writable()
-            if policy and self.capacity is not None:
+        store, engine = self._store, self._engine
+        with store.lock:
+            store.check_writable()
+            if policy and store.capacity is not None:
                 raise StateError(
-                    f"{self.path} keeps its last {self.capacity} rows, and no policy says otherwise",
+                    f"{engine.path} keeps its last {store.capacity} rows, and no policy says otherwise",
                     hint="make a store without a capacity",
                 )
-            if policy != self.manifest.retain:
-                self._note_manifest(self.manifest.replace(retain=dict(policy)))
+            if policy != engine.manifest.retain:
+                engine.save(engine.manifest.replace(retain=dict(policy)))
 
     def columns_bytes(self) -> int:
         """Return how much space the columns take on the disk."""
-        return self.disk.used(self.path / COLUMNS) + self.disk.used(self.path / SEGMENTS)
+        disk, path = self._engine.disk, self._engine.path
+        return disk.used(path / COLUMNS) + disk.used(path / SEGMENTS)
 
     def bytes_per_row(self) -> float:
         """Return how much space a row takes in the columns; of packed fields what it takes on average."""
-        group = self.columns
+        group = self._engine.rows.columns
         if group is None:
             return 1.0
         held = [column for place, column in enumerate(group.columns) if place not in group.segment_places]
         flat = sum(column.row_bytes for column in held if not column.packed)
-        packed = sum(self.disk.used(column.folder) for column in held if column.packed)
+        packed = sum(self._engine.disk.used(column.folder) for column in held if column.packed)
         apart = 0 if group.segments is None else group.segments.mean_bytes
-        return flat + apart + packed / max(1, len(self))
+        return flat + apart + packed / max(1, len(self._store))
 
     def rows_of(self, episodes: IntArray) -> Gaps:
         """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
-        window = self._state.window
-        with self.episode_lock:
-            still_open = [entry.episode for entry in self.episodes.open_entries()]
-            fragments = self.episodes.fragments.rows
+        window, episodes_known = self._engine.rows.window, self._engine.rows.episodes
+        with self._engine.locks.episodes:
+            still_open = [entry.episode for entry in episodes_known.open_entries()]
+            fragments = episodes_known.fragments.rows
             going = np.isin(fragments[0], episodes) & ~np.isin(fragments[0], still_open)
             found = _ids_of(fragments[:, going])
         return found.between(window.low, window.last)
 
-    def give_up(self, episodes: IntArray) -> GivenUp:
-        """Give up all rows of episodes that have ended, for good; their facts stay.
+    def delete(self, episodes: IntArray) -> GivenUp:
+        """Delete all rows of episodes that have ended, for good; their facts stay.
 
         Args:
             episodes: Their ids. Shape `(n,)`.
@@ -109,43 +114,49 @@ class RetainingStorage(ReshapableStorage):
             StateError: The store is a ring, closed, or cannot be written.
             StorageError: The disk failed. What it says of the rows is what the next opening finds.
         """
-        with self.lock:
-            self.check_writable()
-            if self.geometry.slots is not None:
-                raise StateError(f"{self.path} is a ring, whose rows leave by age")
-            if self.hold.first:
-                self._wait_for_copy(None)  # a version may lack them yet
+        store = self._store
+        with store.lock:
+            store.check_writable()
+            if store.geometry.slots is not None:
+                raise StateError(f"{store.path} is a ring, whose rows leave by age")
+            store.hold.wait()  # a snapshot may lack them yet
             going = self.rows_of(episodes)
             if not going:
                 return GivenUp()
-            before, rows = self.columns_bytes(), len(self)
-            self.give_up_rows(going)
+            before, rows = self.columns_bytes(), len(store)
+            self.delete_rows(going)
             gone = int(np.unique(episodes).size)
-            return GivenUp(gone, rows - len(self), max(0, before - self.columns_bytes()))
+            return GivenUp(gone, rows - len(store), max(0, before - self.columns_bytes()))
 
-    def give_up_rows(self, going: Gaps) -> None:
-        """Give up rows of a store that grows, for good; see `give_up`."""
-        with self.lock:
-            self.check_writable()
-            if self.last > self.engine.checkpointer.covered:
-                self.sync()  # else a power cut could have these ids given again
-            dead, pages, pin = self._part_with(going)
+    def delete_rows(self, going: Gaps) -> None:
+        """Delete rows of a store that grows, for good; see `delete`."""
+        store, engine = self._store, self._engine
+        with store.lock:
+            store.check_writable()
+            if engine.is_behind:
+                engine.checkpoint()  # else a power cut could have these ids given again
+            try:
+                dead, pages, pin = self._record(going)
+            except BaseException:
+                engine.health.note_interruption()
+                raise
             files: set[File] = set()
             try:
                 files = self._empty(dead, pages)
             finally:
                 self._note_emptied(pages, files)
-                self.engine.checkpointer.release(pin)
-            self.engine.background.note()
+                engine.checkpointer.release(pin)
+            engine.background.note()
 
-    def _part_with(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
+    def _record(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
         """Have it on the disk that rows are gone, then in memory.
 
         Returns:
             All rows that have left, those around which bytes are to be given back, and what keeps
             checkpoints from covering the record until that is done.
         """
-        window = self._state.window
+        engine, rows = self._engine, self._engine.rows
+        window = rows.window
         gaps = window.gaps.joined(going)
         through = window.low
         if gaps and gaps.first[0] <= window.low + 1:
@@ -155,61 +166,51 @@ class RetainingStorage(ReshapableStorage):
         # Whole pages of what has left before may have waited for neighbours.
         pages = dead.common(going.widened(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
-        try:
-            with self.engine.checkpointer.lock:  # truncating the journal would close segments under this sync
-                with self.episode_lock:
-                    # No checkpoint covers it before the blocks are summed again.
-                    pin = self.engine.checkpointer.pin(self.journal.sequence)
-                    sequence = self.append_record(Kind.RETIRE, body)
-                    files, folders = self.journal.unsettled()
-                self.engine.checkpointer.sync_journal(files, folders)
-            # Before gaps are taken out that it covers: who finds neither would miss their rows.
-            self.engine.shared.retire(max(self.retired, through))
-            manifest = self.manifest.replace(gaps=rest)
-            if rest != window.gaps:  # after the record: an index that lacks it is built anew
-                with self.engine.health.guarding():
-                    manifest.save(self.disk, self.path)
-            self.engine.shared.note_layout()  # followers look again; what they gather meanwhile is void
-            with self.episode_lock:
-                self.upheavals += 1
-                self._state.delete(replace(window, low=through, gaps=rest))
-                self.manifest = manifest
-                self.episodes.give_up(going)
-                self._note_content(sequence)
-        except BaseException:
-            self.note_interruption()
-            raise
-        self.engine.shared.note_record(sequence)
+        sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
+        # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
+        # treat deleted rows as live.
+        engine.shared.retire(max(rows.retired, through))
+        manifest = engine.manifest.replace(gaps=rest)
+        if rest != window.gaps:  # after the record: an index that lacks it is built anew
+            engine.save(manifest)
+        engine.shared.note_layout()  # followers look again; what they gather meanwhile is void
+        with engine.locks.episodes:
+            self._store.epochs.note_deleted()
+            rows.delete(replace(window, low=through, gaps=rest))
+            rows.episodes.give_up(going)
+            rows.note_content((manifest.generation, sequence))
+        engine.shared.note_record(sequence)
         return dead, pages, pin
 
     def _note_emptied(self, pages: Gaps, files: set[File]) -> None:
         """Have the next checkpoint sync files, and sum the blocks or give them up."""
-        if self.columns is None or self.checksums is None:
+        rows = self._engine.rows
+        if rows.columns is None or rows.checksums is None:
             return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
-        gaps, low = self._state.window.gaps, self._state.window.low
-        last = self._state.window.last
+        gaps, low, last = rows.window.gaps, rows.window.low, rows.window.last
         empty = {
             block
             for block in blocks
             if (block + 1) * BLOCK_ROWS <= last
             and not _live(gaps, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
         }
-        with self.episode_lock:
-            self.columns.touched |= files
-            self.checksums.note_changed(blocks, emptied=empty)
+        with self._engine.locks.episodes:
+            rows.columns.touched |= files
+            rows.checksums.note_changed(blocks, emptied=empty)
 
     # -- space -----------------------------------------------------------------------------------
 
     def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
         """Give back the space of rows that have left, about some; return the files changed in place."""
-        group = self.columns
+        rows = self._engine.rows
+        group = rows.columns
         files: set[File] = set()
         if group is None:
             return files
         columns = list(group.columns)
-        if self.sampled is not None:
-            columns.append(self.sampled.column)
+        if rows.sampled is not None:
+            columns.append(rows.sampled.column)
         for place, column in enumerate(columns):
             if isinstance(column, PackedColumn):
                 leaning = [group.columns[one].entry for one, other in group.pairs.items() if other == place]
@@ -219,8 +220,8 @@ class RetainingStorage(ReshapableStorage):
             elif place not in group.segment_places and not column.blank:
                 files |= _punch(column, pages)
         if group.segments is not None:
-            with self.engine.checkpointer.lock:  # a checkpoint may merge them
-                group.segments.note_left(*self._state.tombstones(self.geometry.slots))
+            with self._engine.checkpointer.lock:  # a checkpoint may merge them
+                group.segments.note_left(*rows.tombstones(self._engine.geometry.slots))
                 group.segments.give_up()
         return files
 

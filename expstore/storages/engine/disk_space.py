@@ -32,11 +32,12 @@ class DiskSpace:
         min_free: Bytes of the disk that stay free; 0: rows are never refused.
     """
 
-    __slots__ = ("_disk", "_last_id", "_path", "min_free")
+    __slots__ = ("_disk", "_path", "last_id", "min_free")
 
     def __init__(self, disk: Disk, path: Path, min_free: int) -> None:
         self._disk, self._path, self.min_free = disk, path, min_free
-        self._last_id = 0 if min_free else _ENDLESS  # the newest id for which there was space
+        #: The newest id for which there was space when it was measured last.
+        self.last_id = 0 if min_free else _ENDLESS
 
     def measure(self, last: int, row_bytes: int, ring: RingGeometry) -> None:
         """Find the newest id for which there is space.
@@ -49,11 +50,7 @@ class DiskSpace:
         if self.min_free:
             free = self._disk.free(self._path) - self.min_free
             newest = last + max(0, free) // row_bytes
-            self._last_id = _ENDLESS if ring.slots is not None and newest >= ring.slots else newest
-
-    def has_room(self, last: int) -> bool:
-        """Return whether there was space for rows up to an id when it was measured last."""
-        return last <= self._last_id
+            self.last_id = _ENDLESS if ring.slots is not None and newest >= ring.slots else newest
 
     def check(self, last: int, count: int, row_bytes: int, ring: RingGeometry) -> None:
         """Check that there is space for rows.
@@ -61,9 +58,9 @@ class DiskSpace:
         Raises:
             StorageError: There is not; nothing was written.
         """
-        if last + count > self._last_id:
+        if last + count > self.last_id:
             self.measure(last, row_bytes, ring)
-            if last + count > self._last_id:
+            if last + count > self.last_id:
                 raise self._too_full(count, row_bytes)
 
     def check_bytes(self, size: int, count: int, row_bytes: int) -> None:

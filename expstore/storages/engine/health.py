@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
 
 from expstore.errors import StateError, StorageError
 
@@ -28,10 +29,12 @@ class Health:
         path: The store's folder, for messages.
     """
 
-    __slots__ = ("_path", "failure", "needs_recovery")
+    __slots__ = ("_path", "failure", "needs_recovery", "noting")
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        #: A block that must not be left in the middle: if an exception leaves it, memory may lag behind.
+        self.noting = _Noting(self)
         #: The fsync that failed; None: none has.
         self.failure: StorageError | None = None
         #: Whether the journal may hold records that memory does not know.
@@ -73,3 +76,29 @@ class Health:
         """Note that memory may lag behind the journal, because of the exception that is being raised."""
         self.note_failure(sys.exception())
         self.needs_recovery = True
+
+    def note_recovered(self) -> None:
+        """Note that memory has been brought up to the journal."""
+        self.needs_recovery = False
+
+
+class _Noting:
+    """Note an interruption if an exception leaves the block; it may be entered again inside itself.
+
+    Args:
+        health: Where it is noted.
+    """
+
+    __slots__ = ("_health",)
+
+    def __init__(self, health: Health) -> None:
+        self._health = health
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            self._health.note_interruption()

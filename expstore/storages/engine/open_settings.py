@@ -25,12 +25,10 @@ from expstore.disk.files import Disk
 from expstore.disk.filesystem import probe
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import CorruptionError, SchemaError, StateError, StorageError
-from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD_REDUCTIONS
+from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD, REWARD_REDUCTIONS
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs, same_specs
-from expstore.storages.base import REWARD
-from expstore.storages.folder import refuse_objects
-from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import MANIFEST, Manifest, check_outside
 from expstore.storages.format.paths import REPAIR, VERSION
 from expstore.storages.format.pending_swap import finish_late

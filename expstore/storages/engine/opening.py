@@ -37,9 +37,9 @@ from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, REDO
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG
 from expstore.storages.format.pending_swap import finish_late
-from expstore.storages.format.records import Publish, Redo, fetch_body
+from expstore.storages.format.records import Publish, Redo, load_redo
 from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.format.zarr_metadata import check_metadata
 from expstore.storages.recovery.recover import (
@@ -65,14 +65,12 @@ class Opened:
     Args:
         store: What is open now.
         manifest: What expstore.json says now.
-        draws: The next draw.
         first: Whether this process has handed out no rows of this content.
         recovered: A line about what was recovered; None: the last writer had closed the store.
     """
 
     store: OpenStore
     manifest: Manifest
-    draws: DrawState
     first: bool
     recovered: str | None
 
@@ -108,9 +106,8 @@ class Opening:
         segment_bytes: The length of a segment of the journal.
         counts: Whether to count how often rows are handed out.
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
-        former: The rows as they were before: the session, who joins its episodes and who watches priorities
-            stay.
-        draws: The next draw, if the content stays.
+        former: The rows as they were before: the session, who joins its episodes, who watches priorities, and
+            the next draw of the same content stay.
         first: Whether this process has handed out no rows of this content.
     """
 
@@ -127,13 +124,12 @@ class Opening:
         counts: bool,
         may_tidy: bool,
         former: RowState,
-        draws: DrawState,
         first: bool,
     ) -> None:
         self._disk, self._path, self._manifest = disk, path, manifest
         self._shared, self._order, self._pool = shared, order, pool
         self._segment_bytes, self._counts, self._may_tidy = segment_bytes, counts, may_tidy
-        self._former, self._draws, self._first = former, draws, first
+        self._former, self._first = former, first
         self._same_boot = False
 
     def run(self) -> Opened:
@@ -164,7 +160,7 @@ class Opening:
             log = EpisodeLog(self._disk, self._path / LOG, length=past.log_length if past else 0)
             opened.callback(log.close)
             cut: list[LogEntry] = []
-            draws = self._draws
+            draws = self._former.draws
             if past is not None:
                 log.append(self._recover_rows(past, rows, columns))
                 self._drop_index(past)
@@ -210,12 +206,13 @@ class Opening:
                 checksums=checksums,
                 memtable=Tail(self._order),
                 replaced=ReplacedRows(),
+                draws=draws,
             )
             self._make_durable(past, store)
-            self._begin_generation(store, manifest, draws)
+            self._begin_generation(store, manifest)
             opened.pop_all()
         recovered = describe_past(past, sum(entry.episode > 0 for entry in cut)) if past else None
-        return Opened(store, manifest, draws, first, recovered)
+        return Opened(store, manifest, first, recovered)
 
     # -- what is there ---------------------------------------------------------------------------------
 
@@ -224,7 +221,8 @@ class Opening:
         restored = finish_load(self._disk, self._path)
         if finish_late(self._disk, self._path) or restored:
             self._manifest = Manifest.load(self._disk, self._path)
-        self._draws.replaced |= restored
+        if restored:
+            self._former.draws.note_replaced()
         return restored
 
     def _read_journal(self) -> Past | None:
@@ -363,7 +361,7 @@ class Opening:
         schema = self._manifest.schema
         if schema is None:
             raise CorruptionError(f"{self._path / JOURNAL} changes rows of a store without fields")
-        return Redo.unpack(fetch_body(self._disk, self._path / REDO, body), schema)
+        return load_redo(self._disk, self._path, body, schema)
 
     def _read_numbers(self, columns: WritableColumns, first_id: int, count: int) -> tuple[IntArray, IntArray]:
         """Read the episodes and steps of a run of rows."""
@@ -502,17 +500,17 @@ class Opening:
             return set()
         return blocks_of(self._manifest.geometry.runs(window.low + 1, window.size))
 
-    def _begin_generation(self, store: OpenStore, manifest: Manifest, draws: DrawState) -> None:
+    def _begin_generation(self, store: OpenStore, manifest: Manifest) -> None:
         """Begin a segment of the journal, on the disk, and remove the former ones; then show it in STATE."""
         manifest.save(self._disk, self._path)
         journal = store.journal
-        journal.start_segment(store.base_record(draws, manifest.generation, opening=True))
+        journal.start_segment(store.base_record(manifest.generation, opening=True))
         self._disk.sync_all(journal.sync_files(), [], None)
         self._disk.sync_dir(journal.folder)
         journal.cut()
-        self._claim(store, manifest, draws)
+        self._claim(store, manifest)
 
-    def _claim(self, store: OpenStore, manifest: Manifest, draws: DrawState) -> None:
+    def _claim(self, store: OpenStore, manifest: Manifest) -> None:
         """Start the control page anew, when all that an opening does is done."""
         self._shared.claim(
             manifest.uuid,
@@ -521,7 +519,7 @@ class Opening:
             horizon=store.horizon,
             retired=store.retired,
             last=store.last,
-            draws=draws,
+            draws=store.draws,
         )
 
 

@@ -1,7 +1,7 @@
 """What becomes of stores that are not closed: the program ends, is told to (SIGTERM), or forks.
 
-Used by the storages that write to disk: they register when they are open and unregister when they are
-closed. It closes or flushes what is open; it never opens anything, and leaves foreign handlers alone.
+Used by stores: they register when they are open and unregister when they are closed. It closes or flushes
+what is open; it never opens anything, and leaves handlers of the program alone.
 """
 
 from __future__ import annotations
@@ -15,49 +15,69 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from expstore.core import tuning
 from expstore.errors import ExpStoreError
 
-__all__ = ["register", "unregister"]
+__all__ = ["Departure", "register", "unregister"]
 
 _logger = logging.getLogger("expstore")
 
 
-class _Leaver(Protocol):
-    @property
-    def path(self) -> Path: ...
+@dataclass(frozen=True, eq=False)
+class Departure:
+    """Say what becomes of an open store; its methods are held weakly.
 
-    @property
-    def flush_on_sigterm(self) -> bool: ...
+    Args:
+        path: The store's folder.
+        flushes: Whether SIGTERM flushes it.
+        leave: Closes it when the program ends.
+        depart: Does what can be done before the process dies of a signal; other threads still run.
+        drain: Writes to the columns what only the journal has, before a fork.
+    """
 
-    def leave(self) -> None: ...
+    path: Path
+    flushes: bool
+    leave: Callable[[], object]
+    depart: Callable[[], object]
+    drain: Callable[[], object]
 
-    def depart(self) -> None: ...
+    def weakly(self) -> Departure:
+        """Return the same with methods that do nothing once the store is gone."""
+        return replace(self, leave=_weak(self.leave), depart=_weak(self.depart), drain=_weak(self.drain))
 
-    def drain(self) -> None: ...
+
+def _weak(method: Callable[[], object]) -> Callable[[], object]:
+    held = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (found := held()) is not None:
+            found()
+
+    return call
 
 
 #: The one piece of state that belongs to the process: its end, a signal and a fork come to nobody else.
-_open: weakref.WeakSet[_Leaver] = weakref.WeakSet()
+_open: weakref.WeakKeyDictionary[object, Departure] = weakref.WeakKeyDictionary()
 #: The signals that a thread had blocked before it forked.
 _blocked = threading.local()
 
 
-def register(storage: _Leaver) -> None:
-    """Note that a storage is open; handle SIGTERM if the program does not, and allows it."""
-    _open.add(storage)
+def register(store: object, departure: Departure) -> None:
+    """Note that a store is open; handle SIGTERM if the program does not, and allows it."""
+    _open[store] = departure.weakly()
     here = threading.current_thread() is threading.main_thread()
-    if storage.flush_on_sigterm and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+    if departure.flushes and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _Farewell())
 
 
-def unregister(storage: _Leaver) -> None:
-    """Note that a storage is closed; with the last one the handler is removed."""
-    _open.discard(storage)
+def unregister(store: object) -> None:
+    """Note that a store is closed; with the last one the handler is removed."""
+    _open.pop(store, None)
     here = threading.current_thread() is threading.main_thread()
     if not _open and here and isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -86,10 +106,10 @@ class _Farewell:
         _die()
 
     def _flush(self) -> None:
-        for storage in list(_open):
-            if storage.flush_on_sigterm:
+        for departure in list(_open.values()):
+            if departure.flushes:
                 with contextlib.suppress(Exception):  # whatever it is: the process is dying
-                    storage.depart()
+                    departure.depart()
         _die()
 
 
@@ -100,18 +120,18 @@ def _die() -> None:
 
 
 def _close_all() -> None:
-    for storage in list(_open):
+    for departure in list(_open.values()):
         try:
-            storage.leave()
+            departure.leave()
         except Exception as exc:  # the others are to be closed, too
-            _logger.warning("%s could not be closed: %s", storage.path, exc)
+            _logger.warning("%s could not be closed: %s", departure.path, exc)
 
 
 def _before_fork() -> None:
     """Let a child find all rows in the columns: it must not write those that were kept back."""
-    for storage in list(_open):
+    for departure in list(_open.values()):
         with contextlib.suppress(ExpStoreError):
-            storage.drain()
+            departure.drain()
     # Python forgets in a child what its handler was told: the child would outlive a signal that came first.
     _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

@@ -47,7 +47,7 @@ class RowBatch:
         for rows, column in zip(self._rows, columns, strict=True):
             rows[self._count : end] = column
         self.bytes += sum(column.nbytes for column in columns)
-        self._at[slots] = np.arange(self._count, end)  # last: whoever finds a row finds all of it
+        self._at[slots] = np.arange(self._count, end)  # last: a row that is found is whole
         self._count = end
 
     def lay_over(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:

@@ -47,6 +47,11 @@ class SharedState:
         self.is_new = disk.size(path / STATE) < PAGE
         self.page = StatePage(disk, path / STATE)
 
+    @property
+    def owned(self) -> bool:
+        """Whether this process writes to the store; a forked child does not."""
+        return self._lock.held
+
     def fits(self, uuid: str, generation: int) -> bool:
         """Return whether the page was written by this store since the machine started."""
         return self.page.fits(bytes.fromhex(uuid), self._boot, generation)

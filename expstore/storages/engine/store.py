@@ -1,8 +1,8 @@
-"""A storage whose rows are published by a journal: open, publish, sync, change, close.
+"""A store on disk: how rows are appended, changed, forgotten and brought to the disk.
 
-The acts of the crash rule (ARCHITECTURE.md) in their order, for any kind of columns; `expstore.storages.zarr`
-supplies these. Opening's judgement of the past is in `expstore.storages.recovery.recover`. It never looks at
-values.
+This is where the crash rule stands. `Store.write` appends rows; the order of its five steps is what makes a
+batch whole or absent after a kill at any moment, and after a power cut once a checkpoint has run. How an
+opening recovers is in `expstore.storages.engine.opening`. Values are never looked at.
 """
 
 from __future__ import annotations
@@ -10,188 +10,216 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 import warnings
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
-from expstore.core.retention_policy import Retain
-from expstore.core.values import Array, IntArray, Ranking
-from expstore.disk.checkpointed import Checkpoint, Checkpointed
+from expstore.core.geometry import RingGeometry, round_up
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
-from expstore.episodes.log import EpisodeLog, LogEntry
+from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.errors import ExpStoreError, StateError, StorageError
-from expstore.schema.row_fields import ROW_BYTES
-from expstore.schema.schema import Schema
-from expstore.storages.base import Keys, Rows
+from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
+from expstore.schema.schema import Field, Schema
+from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
-from expstore.storages.engine.checkpointer import Pin
+from expstore.storages.description import Description
+from expstore.storages.engine.alter import StoredFields
+from expstore.storages.engine.archive_before_evict import Archiver, no_ranking
+from expstore.storages.engine.delete import Deletion
+from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.open_settings import Settings, enter
 from expstore.storages.engine.open_store import OpenStore
-from expstore.storages.engine.opening import Opened, Opening, explain_full_disk
-from expstore.storages.engine.parts import EngineParts
-from expstore.storages.engine.process_exit import register, unregister
-from expstore.storages.folder import FolderStorage, refuse_objects
-from expstore.storages.format.journal import (
-    SYNC_SEGMENT_BYTES,
-    Journal,
-    Kind,
-)
-from expstore.storages.format.layout import LayoutName, ask_layout
+from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
+from expstore.storages.engine.process_exit import Departure, register, unregister
+from expstore.storages.engine.replace import Updates
+from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
+from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
-from expstore.storages.format.paths import REDO, STATE, index_path
-from expstore.storages.format.records import Publish, Redo, shelve_body
-from expstore.storages.format.write_key_file import KeyFile
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, STATE, index_path
+from expstore.storages.format.records import Publish
+from expstore.storages.index_protocol import CatalogLike
+from expstore.storages.read_view import closed_error
 from expstore.storages.sessions import end_sessions
-from expstore.storages.snapshots.restore import ContentLike, read_content
-from expstore.storages.snapshots.snapshot_methods import VersionedStorage
+from expstore.storages.snapshots.catalog import Version, find_version
+from expstore.storages.snapshots.create import dump as make_snapshot
+from expstore.storages.snapshots.resize import Progress, resized
+from expstore.storages.snapshots.restore import (
+    Arrival,
+    ContentLike,
+    build_load,
+    commit_load,
+    read_content,
+)
 
-__all__ = ["JournaledStorage"]
+if TYPE_CHECKING:
+    from expstore.storages.columns.arrow.capture import Held
+
+__all__ = ["Store"]
 
 _logger = logging.getLogger("expstore")
+#: So many bytes without a fixed size may be unsynced before who extends waits for the disk.
+UNSYNCED_BYTES = 256 << 20
 
 
-class JournaledStorage(FolderStorage, VersionedStorage):
-    """Publish rows in a journal.
+class Store(Storage):
+    """Keep rows in a folder, for as long as the experiment lives.
 
-    Crashes: what `write` published survives the process at once, and the machine after the next `sync`.
-    A batch is there whole or not at all. Threads: as `Storage`. Processes: one writer, the next one gets
-    LockedError; a forked child cannot write.
+    Invariants: nothing that can be read, or that a power cut may bring back, is overwritten (rows in flight
+    and rows that no checkpoint covers fit into the spare slots); a commit record is appended only when the
+    payload of its rows stands where it says; a checkpoint covers a record only when all that it says is on
+    the disk.
+
+    Crashes: what `write` published survives the process at once, and the machine after the next checkpoint
+    (about one second later, or `sync`); with `durability="sync"` at once, too. A batch is there whole or not
+    at all. Threads: as `Storage`. Processes: one writer, the next one gets LockedError; a forked child cannot
+    write.
 
     Args:
         path: The store's folder; made if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: Everything else; see `expstore.open`.
-        ndim: How many dims of a batch are rows; None: as stored, 1 for a new store.
-        layout: As of `expstore.open`; None: as stored, "flat" for a new store.
-        fields: As of `expstore.open`.
-        retain: As of `expstore.open`.
-        share_next: As of `expstore.open`; None: as stored, True for a new store.
+        settings: Everything else; see `expstore.open`. `storage` says whether rows may have no fixed size.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
+
+    Raises:
+        LockedError: Another buffer has it open.
+        StateError: A setting contradicts the store.
+        CorruptionError: The store is damaged.
+        SchemaError: There is no such layout, codec or option.
     """
 
     _state: OpenStore
+    path: Path
+    #: Whether to warn if it is collected without having been closed.
+    _warns_if_forgotten = True
 
     def __init__(
         self,
         path: str | Path,
         capacity: int | None = None,
         *,
-        settings: Settings | None = None,
-        ndim: int | None = None,
-        layout: LayoutName | None = None,
-        fields: Mapping[str, Mapping[str, Any]] | None = None,
-        retain: Retain | Mapping[str, Any] | None = None,
-        share_next: bool | None = None,
+        settings: Settings,
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
-        disk, settings = disk or Disk(), (settings or Settings()).with_leaving(retain)
+        disk = disk or Disk()
         path = disk.follow_link(local_path(path))
-        asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
-        settings = dataclasses.replace(settings, **{name: v for name, v in asked.items() if v is not None})
+        self.kind = settings.storage or "zarr"
+        self.keeps_variable = self.kind == "arrow"
         durable = settings.durability == "sync"
+        lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
+        super().__init__(description=Description.of(manifest), disk=disk, path=path)
+        #: What the store consists of.
+        self.engine = Engine(
+            path,
+            disk,
+            manifest,
+            lock_file,
+            locks=self.locks,
+            hold=self.hold,
+            counters=self.counters,
+            durable=durable,
+            min_free_bytes=settings.min_free_bytes,
+        )
+        self._updates = Updates(self.engine, self.changed)
+        self._archive_settings = settings.archive, segment_bytes
         self._segment_bytes = segment_bytes or (
             SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES
         )
-        lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
-        super().__init__(path, manifest, disk)
-        self.durable = durable
-        self.engine = EngineParts.of(self, lock_file, min_free_bytes=settings.min_free_bytes)
-        self.index_path = index_path(self.path)
-        self.asked_archive, self.archive_segment_bytes = settings.archive, segment_bytes
-        self._begin()
         try:
             shared = self.engine.shared
-            self.draws = DrawState(order=self.lock_order, sink=shared)
+            draws = DrawState(order=self.locks.order, sink=shared)
+            self._adopt(dataclasses.replace(self._state, draws=draws))
             shared.enter()
             shared.begin_change(None)  # recovery may change rows that others are reading
             with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
             if manifest.schema is not None and shared.is_new:
-                _logger.warning("%s was missing or cut off and is made anew", self.path / STATE)
+                _logger.warning("%s was missing or cut off and is made anew", path / STATE)
         except BaseException:
-            self._let_go()
+            self._release()
             raise
-        self.flush_on_sigterm = settings.on_sigterm == "flush"
         self.engine.background.start()
-        register(self)
-
-    # -- opening ---------------------------------------------------------------------------------
+        flushes = settings.on_sigterm == "flush"
+        register(self, Departure(path, flushes, self._leave, self._depart, self.drain))
 
     def _open(self, *, first: bool) -> None:
         """Open what is on the disk now, and take it over; if that fails, what was open stays so."""
-        former = self._state
-        opened = Opening(
-            self.disk,
-            self.path,
-            self.manifest,
-            shared=self.engine.shared,
-            order=self.lock_order,
-            pool=self.engine.pool,
-            segment_bytes=self._segment_bytes,
-            counts=self._counting,
-            may_tidy=self.may_tidy(),
-            former=former,
-            draws=self.draws,
-            first=first,
-        ).run()
-        try:
-            self._check_opened(opened)
-        except BaseException:
-            opened.store.close()
-            raise
-        schema = opened.manifest.schema
-        with self._other_fields(schema):
-            self._state, self.draws = opened.store, opened.draws
-            self.take_manifest(opened.manifest)
-        if opened.first:
-            self.counters.recovered = opened.recovered
-        else:
-            self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
-        self.upheavals += 1
-        self.takeovers += 1
-        self.engine.checkpointer.restart(self.journal.sequence, self.last, self.draws)
-        former.close()
-
-    def _check_opened(self, opened: Opened) -> None:
-        """Raise an error if the store cannot go on with what an opening has found."""
+        former, engine = self._state, self.engine
+        if engine.archive is None:
+            asked, segment_bytes = self._archive_settings
+            engine.use_archive(Archiver.open(engine, asked, open_storage=Store, segment_bytes=segment_bytes))
+        archive = engine.archive
+        # Who copies rows to the archive reads them in these columns, or in the next ones.
+        with archive.archive.lock if archive is not None else contextlib.nullcontext():
+            opened = Opening(
+                engine.disk,
+                engine.path,
+                engine.manifest,
+                shared=engine.shared,
+                order=self.locks.order,
+                pool=engine.pool,
+                segment_bytes=self._segment_bytes,
+                counts=self._counting,
+                may_tidy=engine.may_tidy(),
+                former=former,
+                first=first,
+            ).run()
+            try:
+                if archive is not None:
+                    archive.check_opened(opened)
+            except BaseException:
+                opened.store.close()
+                raise
+            description = Description.of(opened.manifest)
+            with self._changing_fields(description.schema):
+                engine.adopt(opened.store, opened.manifest)
+                self._adopt(opened.store)
+                self._describe(description)
+            if opened.first:
+                self.counters.recovered = opened.recovered
+            else:
+                self.priorities.note_largest(former.priorities.largest)  # the journal may not have it yet
+            self.epochs.note_content()
+            former.close()
 
     @contextlib.contextmanager
-    def _other_fields(self, schema: Schema | None) -> Iterator[None]:
-        """Have these fields; let who reads meanwhile know if their places are others than before."""
+    def _changing_fields(self, schema: Schema | None) -> Iterator[None]:
+        """Let who reads meanwhile know if the places of fields are others afterwards."""
         moves = schema is not None and self.schema is not None and not schema.same(self.schema)
-        with self.moving_places(moves):
+        with self.epochs.changing_fields(moves):
             yield
-            if schema is not None:
-                self.schema, self.keys = schema, self.resolve_keys(schema)
-            self.upheavals += moves
+            if moves:
+                self.epochs.note_deleted()
+
+    # -- what there is -----------------------------------------------------------------------------
 
     @property
-    def columns(self) -> WritableColumns | None:
-        """The columns of the rows; None: there are no fields yet."""
-        return self._state.columns
+    def state(self) -> OpenStore:
+        """The rows of this moment; another object after a restore or a recovery."""
+        return self._state
 
     @property
-    def checksums(self) -> Checksums | None:
-        """The checksums of blocks of the columns; None: there are no fields yet."""
-        return self._state.checksums
-
-    @property
-    def sampled(self) -> SampledColumn | None:
-        """How often each row was handed out; None: it is not counted."""
-        return self._state.sampled
+    def manifest(self) -> Manifest:  # type: ignore[override]
+        """What expstore.json says."""
+        return self.engine.manifest
 
     @property
     def priorities(self) -> StoredPriorities:
@@ -199,370 +227,672 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         return self._state.priorities
 
     @property
-    def write_keys(self) -> KeyFile:
-        """Under which idempotency keys rows were written."""
-        return self._state.write_keys
+    def index_path(self) -> Path | None:
+        """Where the index of SQL is kept; None: in memory."""
+        return index_path(self.path)
 
     @property
-    def journal(self) -> Journal:
-        """Where commit records go."""
-        return self._state.journal
+    def _layout(self) -> ColumnLayout:
+        """How the columns of this store are made."""
+        return ColumnLayout.of(self.manifest.layout, self.ranking)
 
     @property
-    def _log(self) -> EpisodeLog:
-        return self._state.log
+    def fields(self) -> StoredFields:
+        """What adds and drops fields."""
+        return StoredFields(self)
 
-    def beat(self) -> None:
-        """Show other processes that this one is alive."""
-        self.engine.shared.beat()
+    @property
+    def retention(self) -> Deletion:
+        """What deletes episodes of a store that grows."""
+        return Deletion(self)
+
+    def archived(self) -> Storage | None:
+        """Return where rows are that have left; None: nowhere."""
+        archive = self.engine.archive
+        return None if archive is None else archive.storage
+
+    # -- extend ------------------------------------------------------------------------------------
+
+    def write(self, rows: Rows) -> None:
+        """Append rows: all of them become readable, or none.
+
+        Raises:
+            StateError: The store is closed, not open for writing, or poisoned; or its archive is.
+            StorageError: The disk failed, or would have less than `min_free_bytes`; nothing is published.
+        """
+        engine, ring = self.engine, self.geometry
+        self.writer()
+        if ring.lanes > 1:
+            ring.check_steps(rows.first_id, rows.count)
+        if engine.archive is not None and ring.capacity is not None and rows.count > ring.capacity:
+            self._write_past_ring(rows, engine.archive, rows.count - ring.capacity)
+            return
+        self._admit(rows)
+        try:
+            self._append(rows)
+        except BaseException:
+            engine.health.note_interruption()
+            raise
+        self.counters.extends += 1
+
+    def _write_past_ring(self, rows: Rows, archive: Archiver, skipped: int) -> None:
+        """Append a batch longer than the ring; the rows that never get a slot go to the archive first."""
+        engine = self.engine
+        self._check_space(rows.count)
+        self.sync()
+        with engine.health.noting:  # rows may have come too early: an opening takes them back
+            archive.copy_early(rows, skipped)
+            self._admit(rows)
+            self._append(rows)
+            self.counters.extends += 1
+            if engine.is_behind:
+                # Else the power may take the batch back when the archive knows no more that it came early.
+                self.sync()
+            archive.meet()
+
+    def _append(self, rows: Rows) -> None:
+        """Append rows, for which there is room. This is the crash rule.
+
+        If the process dies before step 4 there is no trace of the rows: an opening ends at the newest commit
+        record. From step 4 on they are there; recovery does step 5 again from the record. After a power cut
+        they are there if a checkpoint has run since, or if every call is synced.
+        """
+        state, engine, ring = self._state, self.engine, self.geometry
+        self.disk.warm()
+        state.episodes.use_kernels(self.disk.kernels)
+        # 1. Give up the slots, in memory and for readers in other processes, before they change.
+        skipped = self._reserve(rows)
+        # 2. The payload goes to the columns; few rows stay in the memtable and in their record.
+        payload = state.put(rows, skipped, ring, engine.shared)
+        # 3. Where every call is synced, the payload is on the disk before its record.
+        if engine.durable and payload.in_columns:
+            payload = self._make_durable(rows, skipped, payload)
+        record = self._commit_record(rows, skipped, payload).parts()
+        with self.locks.episodes:
+            try:
+                # 4. The commit record.
+                sequence = engine.append_record(Kind.PUBLISH, *record)
+                if engine.durable:
+                    engine.checkpointer.sync_record(state.journal)
+                # 5. Memory follows the record: episodes, window, key.
+                state.commit_rows(rows, ring.capacity, (engine.manifest.generation, sequence))
+            except BaseException:
+                # Before the lock is released: no checkpoint may cover what memory lacks.
+                engine.health.note_interruption()
+                raise
+        # 6. Readers in other processes may see the rows.
+        engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
+        engine.background.note()
+        if rows.count > ring.spare:
+            self.sync()  # they have cost rows that were on the disk
+
+    def _make_durable(self, rows: Rows, skipped: int, payload: Payload) -> Payload:
+        """Have the record carry the rows, or sync them if they are many."""
+        state, spare = self._state, self.geometry.spare
+        columns, numbers = state.require_columns(), rows.assignment.numbers
+        if (
+            not skipped
+            and rows.count <= spare
+            and columns.bytes_of(rows.columns, rows.count) <= tuning.INLINE_BATCH_BYTES
+        ):
+            return Payload(payload.crc, b"".join(payload_parts(columns, rows.columns, numbers)))
+        runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
+        self.engine.checkpointer.sync_rows(
+            lambda: (columns.files_of(runs) | columns.packed_files, state.take_new_folders())
+        )
+        return payload
+
+    def _commit_record(self, rows: Rows, skipped: int, payload: Payload) -> Publish:
+        return Publish(
+            first_id=rows.first_id,
+            count=rows.count,
+            skipped=skipped,
+            draw=self._state.draws.number,
+            time=rows.time,
+            checksum=payload.crc,
+            priority=self._state.priorities.largest,
+            segments=rows.assignment.segments,
+            sources=rows.assignment.sources,
+            payload=payload.inline,
+            info=rows.info,
+            column_set=self.engine.manifest.column_set,
+            key=rows.key,
+        )
+
+    def _admit(self, rows: Rows) -> None:
+        """Wait until rows may be written; what they overwrite is in every snapshot and archive by then.
+
+        Raises:
+            StorageError: The disk is too full, or failed; nothing was written.
+        """
+        if self.keeps_variable:
+            self._make_room_for_variable(rows)
+        if self.hold.first and self.geometry.slots is not None:
+            self.hold.wait(rows.last_id - self.geometry.slots)
+        self._make_room(rows.count)
+        if rows.key is not None:
+            self._make_room_for_key()
+
+    def _make_room(self, count: int) -> None:
+        """Wait until rows in flight, and rows that no checkpoint covers, fit into the spare slots.
+
+        Rows that are overwritten then are on the disk of the archive, if there is one.
+        """
+        engine, ring = self.engine, self.geometry
+        last, archive = self._state.window.last, None if self.schema is None else engine.archive
+        if last + count > engine.space.last_id:
+            self._check_space(count)
+        if count > ring.spare:
+            self.sync()
+            if ring.depth is not None:
+                self._retire_overwritten(min(last, last + count - ring.depth), archive)
+        else:
+            free = ring.spare - (last - engine.checkpointer.covered)
+            if 2 * (free - count) < ring.spare:
+                engine.background.hurry()
+            if count > free:
+                started = time.monotonic()
+                engine.checkpoint(lambda: self._has_spare(count))
+                self.counters.note_wait(started)
+        if archive is not None and ring.depth is not None:
+            archive.copy_through(last + count - ring.depth)
+
+    def _retire_overwritten(self, through: int, archive: Archiver | None) -> None:
+        """Give up the rows up to `through`, which a batch longer than the spare slots overwrites."""
+        if archive is None:
+            if through > self._state.window.low:
+                self._retire(through)
+            return
+        with self.engine.health.noting:  # rows may come to the archive too early: an opening takes them back
+            archive.copy_through(through)
+            if through > self._state.window.low:
+                self._retire(through)
+
+    def _has_spare(self, count: int) -> bool:
+        """Return whether so many rows fit into the spare slots, with the rows that no checkpoint covers."""
+        return self.last + count - self.engine.checkpointer.covered <= self.geometry.spare
+
+    def _check_space(self, count: int) -> None:
+        """Raise StorageError for rows that would leave the disk with less than `min_free_bytes`."""
+        if self.last + count > self.engine.space.last_id:
+            row_bytes = self.require_schema().row_bytes + ROW_BYTES
+            self.engine.space.check(self.last, count, row_bytes, self.geometry)
+
+    def _make_room_for_variable(self, rows: Rows) -> None:
+        """Wait for the disk, or hurry the background thread, if many bytes of such rows would be unsynced."""
+        columns, engine = self._state.columns, self.engine
+        if columns is None or columns.segments is None:
+            return
+        size = sum(int(rows.columns[place].nbytes) for place in columns.segment_places)
+        engine.space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
+        unsynced = columns.segments.unsynced_bytes + size
+        if unsynced > UNSYNCED_BYTES:
+            started = time.monotonic()
+            self.sync()
+            self.counters.note_wait(started)
+        elif 2 * unsynced > UNSYNCED_BYTES:
+            engine.background.hurry()
+
+    def _make_room_for_key(self) -> None:
+        """Have room for one more idempotency key in their file."""
+        engine = self.engine
+        if not engine.manifest.keyed:
+            engine.save(engine.manifest.replace(keyed=True))  # from now on a lost file is damage
+        keys = self._state.write_keys
+        if 2 * keys.room < keys.spare:
+            engine.background.hurry()
+        if not keys.room:
+            engine.checkpoint(lambda: self._state.write_keys.room > 0)
 
     def _note_horizon(self, horizon: int) -> None:
         self.engine.shared.reserve(horizon)
 
-    def _note_change(self, slots: IntArray | None) -> None:
-        self.engine.shared.begin_change(slots)
-
-    def _note_changed(self) -> None:
-        self.engine.shared.end_change()
-
-    # -- extend ----------------------------------------------------------------------------------
+    # -- the first rows ------------------------------------------------------------------------------
 
     def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
-        """Fix the fields, once, when the first rows come; on the disk when this returns."""
-        self.check_writable()
-        refuse_objects(schema)
-        self.engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
-        with self.engine.health.guarding():
-            super().prepare(schema, keys, dims)
+        """Fix the fields, once, when the first rows come; on the disk when this returns.
 
-    def _base(self) -> dict[str, Any]:
-        """Return what the next segment of the journal begins with."""
-        return self._state.base_record(self.draws, self.manifest.generation, opening=False)
-
-    def append_record(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, in a new segment if this one is full; return its LSN.
-
-        The lock of the episodes is held.
-        """
-        size, journal = sum(map(len, body)), self._state.journal
-        if not journal.fits(size):
-            with self.engine.health.guarding():
-                journal.start_segment(self._base(), room=size)
-            self.engine.background.hurry()
-        return journal.append(kind, *body)
-
-    def check_space(self, count: int) -> None:
-        """Refuse rows that would leave the disk with less than `min_free_bytes`.
+        Args:
+            schema: The fields.
+            keys: Which of them say what a row is.
+            dims: Sizes of a batch's dims beyond the first, where these are rows too.
 
         Raises:
-            StorageError: They would; nothing was written.
+            SchemaError: The fields are not those of the specs, or none that this storage keeps.
+            StateError: The archive has other fields.
+            StorageError: The disk failed; nothing was changed.
         """
-        if not self.engine.space.has_room(self.last + count):
-            row_bytes = self.require_schema().row_bytes + ROW_BYTES
-            self.engine.space.check(self.last, count, row_bytes, self.geometry)
+        engine = self.engine
+        if engine.archive is not None:
+            engine.archive.check_fields(schema)
+        self.check_writable()
+        refuse_objects(schema)
+        engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
+        with engine.health.guarding():
+            super().prepare(schema, keys, dims)
 
-    def _expect_key(self, rows: Rows) -> None:
-        """Have room for the key of rows in the file of keys."""
-        if rows.key is None:
+    def check_fields(self, schema: Schema) -> None:
+        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
+        super().check_fields(schema)
+        if self.ranking is not None and schema.variable:
+            raise _no_ranking_of(schema)
+
+    def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
+        """Return a ring whose slots beyond the capacity are whole steps of time and whole chunks.
+
+        Its reach is as far back as packed rows may refer to, and one chunk: a reader may find only the newer
+        rows of a chunk that is being overwritten.
+
+        Raises:
+            SchemaError: A setting of a single field does not fit the field.
+        """
+        ColumnLayout(**self.manifest.layout).check(schema.fields, ring.capacity)
+        ring = super().geometry_for(schema, ring)
+        if ring.capacity is None or ring.depth is None:
+            return ring
+        layout, back = self._layout, self._layout.reach(schema.fields)
+        chunk = layout.chunk_rows(schema.fields)
+        step = math.lcm(ring.lanes, chunk)
+        reach = round_up(back + chunk, step) if back or layout.packs(schema.fields) else 0
+        return ring.with_slots(round_up(ring.depth, step) - ring.capacity, reach)
+
+    def _create(self, schema: Schema, keys: Keys) -> None:
+        engine, ring, state = self.engine, self.geometry, self._state
+        folder, fields = engine.path / COLUMNS, (*schema.fields, *ROW_FIELDS)
+        attributes = {"expstore": {"capacity": ring.capacity, "slots": ring.slots}}
+        packings = self._layout.packings(fields, ring.slots, ring.reach)
+        WritableColumns.create(self.disk, folder, fields, ring.slots, engine.pool, attributes, packings)
+        numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
+        manifest = engine.manifest.replace(schema=schema, **numbers)
+        columns = make_columns(self.disk, engine.path, manifest, schema)
+        columns.warm()
+        if columns.segments is not None:
+            columns.segments.generation = manifest.generation
+        if state.checksums is not None:
+            state.checksums.close()
+        self.disk.unlink(engine.path / CHECKSUMS)  # of rows that a failed attempt never got
+        state.replace_checksums(Checksums(self.disk, engine.path / CHECKSUMS, columns))
+        manifest.save(self.disk, engine.path)
+        engine.note_saved(manifest)
+        state.replace_columns(columns)
+        engine.shared.note_layout()
+        size = 4096 if ring.slots is None else ring.slots
+        self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
+
+    def take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
+        """Have other fields, which expstore.json says by now; the lock is held."""
+        description = Description.of(manifest)
+        with self.locks.episodes, self._changing_fields(description.schema):
+            self.engine.note_saved(manifest)
+            self._describe(description)
+            self._state.replace_columns(columns)
+            self.engine.shared.note_layout()
+
+    def _begin_sampled(self) -> None:
+        columns, slots = self._state.columns, self.geometry.slots
+        if columns is None:
             return
-        if not self.manifest.keyed:
-            self._note_manifest(self.manifest.replace(keyed=True))  # from now on a lost file is damage
-        keys = self.write_keys
-        if 2 * keys.room < keys.spare:
-            self.engine.background.hurry()
-        if not keys.room:
-            self.engine.checkpointer.run(self, lambda: self.write_keys.room > 0)
+        with self.engine.health.guarding():
+            SampledColumn.make(self.disk, columns.folder, slots, ready=columns.ready, pool=self.engine.pool)
+            self._state.count_sampled(SampledColumn(self.disk, columns.folder, slots))
 
-    def _has_spare(self, count: int) -> bool:
-        """Return whether so many rows fit into the spare slots beside the rows that no checkpoint covers."""
-        return self.last + count - self.engine.checkpointer.covered <= self.geometry.spare
+    # -- changing and forgetting -------------------------------------------------------------------
 
-    def _make_room(self, count: int) -> None:
-        """Wait until rows in flight and rows not yet synced fit into the spare slots."""
-        last = self._state.window.last
-        if not self.engine.space.has_room(last + count):
-            self.check_space(count)
-        if count > self.geometry.spare:
-            self.sync()
-            if self.geometry.depth is not None:
-                through = min(last, last + count - self.geometry.depth)
-                if through > self._state.window.low:
-                    self.retire(through)
-            return
-        free = self.geometry.spare - (last - self.engine.checkpointer.covered)
-        if 2 * (free - count) < self.geometry.spare:
-            self.engine.background.hurry()
-        if count > free:
-            started = time.monotonic()
-            self.engine.checkpointer.run(self, lambda: self._has_spare(count))
-            self.counters.waits += 1
-            self.counters.wait_seconds += time.monotonic() - started
-
-    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        assignment, state = rows.assignment, self._state
-        last = rows.first_id + rows.count - 1
-        publish = Publish(
-            first_id=rows.first_id,
-            count=rows.count,
-            skipped=skipped,
-            draw=self.draws.number,
-            time=rows.time,
-            checksum=payload.crc,
-            priority=state.priorities.largest,
-            segments=assignment.segments,
-            sources=assignment.sources,
-            payload=payload.inline,
-            info=rows.info,
-            column_set=self.manifest.column_set,
-            key=rows.key,
-        )
-        body = publish.parts()
-        with self.episode_lock:
-            try:
-                sequence = self.append_record(Kind.PUBLISH, *body)
-                if self.durable:
-                    self.engine.checkpointer.sync_record(state.journal)
-                entries = state.episodes.commit(
-                    assignment.segments,
-                    assignment.sources,
-                    first_id=rows.first_id,
-                    time=rows.time,
-                    sequence=sequence,
-                    info=rows.info,
-                )
-                state.log.append(entries)
-                state.commit(last, rows.count, self.geometry.capacity, (self.manifest.generation, sequence))
-                if rows.key is not None:
-                    self._note_key(rows)
-            except BaseException:
-                self.note_interruption()  # before the lock goes: no mark may cover what memory lacks
-                raise
-        self.engine.shared.publish(last, sequence, drained=payload.in_columns)
-        self.engine.background.note()
-        if rows.count > self.geometry.spare:
-            self.sync()  # it has cost rows that were on the disk
-
-    def _note_content(self, sequence: int) -> None:
-        """Keep the LSN of a record that says something of rows."""
-        self._state.note_content((self.manifest.generation, sequence))
-
-    def _annotate(self, entry: LogEntry) -> None:
-        sequence = self.append_record(Kind.ANNOTATE, entry.pack())
-        if self.durable:
-            self.engine.checkpointer.sync_record(self.journal)
-        self._log.append(self.episodes.annotate(entry, sequence))
-        self._note_content(sequence)
-        self.engine.shared.note_record(sequence)
-        self.engine.background.note()
-
-    def _record_episodes(self, change: End | Resume) -> None:
-        kind = Kind.END if isinstance(change, End) else Kind.RESUME
-        sequence = self.append_record(kind, change.pack())
-        if self.durable:
-            self.engine.checkpointer.sync_record(self.journal)
-        self._log.append(self.episodes.apply(change, sequence))
-        self._note_content(sequence)
-        self.engine.shared.note_record(sequence)
-        self.engine.background.note()
-
-    # -- change, retire, forget ------------------------------------------------------------------
-
-    def _record_change(
+    def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
-    ) -> Pin:
-        """Append an update record and sync it, before the columns are changed; pin it until they are."""
-        if self.last > self.engine.checkpointer.covered:
-            self.sync()  # else a power cut could bring the change without the row it changes
-        redo = Redo(ids, list(places), columns, replaces)
-        number = self.journal.sequence + 1
-        body = shelve_body(self.disk, self.path / REDO, number, redo.pack(), settle=self.sync)
-        with self.engine.checkpointer.lock:  # truncating the journal would close segments under this sync
-            with self.episode_lock:
-                pin = self.engine.checkpointer.pin(self.journal.sequence)
-                self.append_record(Kind.REDO, body)
-                files, folders = self.journal.unsettled()
-            self.engine.checkpointer.sync_journal(files, folders)
-        return pin
+    ) -> None:
+        group, schema = self._state.columns, self.require_schema()
+        apart = [schema.fields[place] for place in places if place < len(schema.fields)]
+        apart = [entry for entry in apart if entry.variable]
+        if apart:
+            raise _in_segments(apart, "their rows cannot be changed")
+        packed = [column for place, column in ([] if group is None else group.packed) if place in places]
+        if packed:
+            raise _packed(packed, "rows cannot be changed")
+        self.hold.wait()
+        with self.engine.health.noting:
+            self._updates.change(ids, places, columns, replaces=replaces)
 
-    def retire(self, through: int) -> None:
+    def settle_changes(self) -> None:
+        """Have the columns hold every row that was changed; the lock is held."""
+        self._updates.settle()
+
+    def _annotate(self, change: LogEntry | End | Resume) -> None:
+        engine, state = self.engine, self._state
+        kinds = {LogEntry: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
+        sequence = engine.append_record(kinds[type(change)], change.pack())
+        engine.sync_if_durable()
+        state.annotate(change, (engine.manifest.generation, sequence))
+        engine.shared.note_record(sequence)
+        engine.background.note()
+
+    def _retire(self, through: int) -> None:
         """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
-        with self.episode_lock:
-            sequence = self.append_record(Kind.RETIRE, b'{"through": %d}' % through)
-            super().retire(through)
-            self._note_content(sequence)
-        self.engine.shared.retire(self.retired)
+        engine = self.engine
+        with self.locks.episodes:
+            sequence = engine.append_record(Kind.RETIRE, b'{"through": %d}' % through)
+            self.epochs.note_deleted()
+            self._state.retire(through)
+            self._state.note_content((engine.manifest.generation, sequence))
+        engine.shared.retire(self._state.retired)
         self.sync()
 
     def _forget(self, last: int) -> None:
+        engine, state = self.engine, self._state
+        if engine.archive is not None and self.schema is not None:
+            self.sync()
+            engine.archive.copy_through(state.window.low)  # what had left before is not deleted
         self.sync()
-        with self.episode_lock:
-            sequence = self.append_record(Kind.DELETE, b'{"last": %d}' % last)
-            self._log.append(self.episodes.end_episodes(sequence))
-            super()._forget(last)
-            self._note_content(sequence)
-        self.engine.shared.clear(last)
+        with self.locks.episodes:
+            sequence = engine.append_record(Kind.DELETE, b'{"last": %d}' % last)
+            self.epochs.note_deleted()
+            state.clear(last, (engine.manifest.generation, sequence))
+        engine.shared.clear(last)
         self.sync()
 
-    def _note_ranking(self, ranking: Ranking | None) -> None:
-        self._note_manifest(self.manifest.replace(ranking=ranking))
+    # -- settings ------------------------------------------------------------------------------------
 
-    # -- checkpoints -----------------------------------------------------------------------------
+    def _keep_settings(self, description: Description) -> Description:
+        if description.ranking is not None:
+            self._check_ranking()
+        manifest = self.engine.manifest
+        self.engine.save(manifest.replace(ranking=description.ranking, specs=description.specs))
+        return description
 
-    def sync(self) -> None:
-        """Bring everything that was published, and priorities and draws, to the disk.
-
-        Raises:
-            StorageError: The disk failed; after a failed fsync the store must be opened again.
-        """
-        self.engine.checkpointer.run(self)
+    def _check_ranking(self) -> None:
+        """Raise an error if better rows cannot take the places of others here."""
+        columns, schema = self._state.columns, self.schema
+        if schema is not None and schema.variable:
+            raise _no_ranking_of(schema)
+        if columns is not None and columns.packed:
+            raise _packed([column for _, column in columns.packed], "rows cannot give way to better ones")
+        if ColumnLayout(**self.manifest.layout).asks_packed:
+            raise StateError(
+                "this store was made with packed fields, whose rows cannot give way to better ones",
+                hint="make a store with layout='flat', or without a writer that keeps the best rows",
+            )
+        if self.engine.archive is not None:
+            raise no_ranking(self.path)
 
     def set_draws(self, draw: int, progress: Sequence[int]) -> None:
         """Continue with another draw, possibly an earlier one; on the disk when this returns."""
         super().set_draws(draw, progress)
         self.sync()
 
-    def parts(self) -> list[Checkpointed]:
-        """Return all that a checkpoint brings to the disk."""
-        parts = [part for part in (self.columns, self.checksums, self.sampled) if part is not None]
-        return [*parts, self._log, self.write_keys]
+    def note_unsaved(self) -> None:
+        """Note that priorities were set, or rows counted as handed out: a checkpoint follows before long."""
+        self.engine.background.note()
 
-    def write_back(self) -> None:
-        """Write to the columns what waits in memory: replaced rows, counts, priorities."""
-        self.flush_priorities()
+    def use_catalog(self, catalog: CatalogLike) -> None:
+        """Keep who keeps the index, which is given changes before they are forgotten; it is held weakly."""
+        super().use_catalog(catalog)
+        self.engine.use_catalog(catalog)
 
-    def checkpoint_of(self, lsn: int) -> Checkpoint:
-        """Return what a checkpoint covers that is taken now."""
-        slots = self.geometry.slots
-        newer = min(self.last - max(self.engine.checkpointer.covered, self.retired), slots or self.last)
-        runs = self.geometry.runs(self.last - newer + 1, newer) if newer > 0 else []
-        return Checkpoint(lsn, self.manifest.generation, self.last, runs, *self._state.tombstones(slots))
+    # -- reading -------------------------------------------------------------------------------------
 
-    def log_length(self) -> int:
-        """Return how many bytes of episodes.log count."""
-        return self._log.length
+    def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
+        state = self._state
+        columns = state.columns
+        if columns is None:
+            raise StateError("the store has no rows yet", hint="extend() it first")
+        wanted = range(len(columns.columns) - len(ROW_FIELDS)) if places is None else places
+        if state.memtable.count and state.in_memtable(slots):
+            return self.engine.take(slots, wanted)
+        return state.replaced.take(columns, slots, wanted)
 
-    def write_totals(self) -> tuple[int, float]:
-        """Return how many rows were ever written, and the largest priority."""
-        return self.write_count, self.priorities.largest
+    def sizes_of(self, ids: IntArray) -> IntArray:
+        """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
+        state, slots = self._state, self.geometry.slot_of(ids)
+        if state.in_memtable(slots):
+            try:
+                self.drain()
+            except StorageError:
+                return super().sizes_of(ids)
+        return state.sizes_of(slots)
 
-    def may_tidy(self) -> bool:
-        """Return whether files may be removed or replaced: no snapshot is being copied."""
-        return not self.hold.first
+    def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
+        """View columns over a run of ids without copying: per field one or two arrays."""
+        return self.engine.views(places, first_id, count)
 
-    def measure_space(self) -> None:
-        """Look at the free space of the disk."""
-        if self.schema is not None:
-            self.engine.space.measure(self.last, self.schema.row_bytes + ROW_BYTES, self.geometry)
+    @property
+    def unviewed_places(self) -> frozenset[int]:
+        """Fields whose rows are unpacked or put together when they are read: viewing them costs a copy."""
+        columns = self._state.columns
+        return frozenset() if columns is None else columns.unviewed_places
 
-    def _checkpoint_for_good(self) -> None:
-        """Run a checkpoint, and keep no long journal of what is on the disk then: the writer leaves."""
-        with self.episode_lock:
-            if not self.engine.health.needs_recovery and self.journal.length > tuning.CLOSED_JOURNAL_BYTES:
-                with contextlib.suppress(StorageError):  # a full disk: then all of it is kept
-                    self.journal.start_segment(self._base())
-        self.sync()
+    def drain(self) -> None:
+        """Write to the columns the rows that only the memtable and the journal hold."""
+        self.engine.drain()
 
-    def note_interruption(self) -> None:
-        """Note that memory may lag behind the journal, because of the exception that is being raised."""
-        self.engine.health.note_interruption()
+    # -- snapshots and restores ----------------------------------------------------------------------
 
-    # -- facts -----------------------------------------------------------------------------------
+    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
-    def _note_specs(self, specs: str) -> None:
-        self._note_manifest(self.manifest.replace(specs=specs))
+        Others go on reading and adding rows meanwhile. After a crash the snapshot is there whole or not at
+        all.
 
-    def _note_manifest(self, manifest: Manifest) -> None:
-        with self.engine.health.guarding():
-            manifest.save(self.disk, self.path)
-        self.manifest = manifest
+        Args:
+            path: A folder for snapshots; made if it is missing.
+            keep: How many snapshots remain.
 
-    def note_meta(self, meta: dict[str, Any]) -> None:
-        """Keep other facts of the user's own; the lock is held."""
-        self._note_manifest(self.manifest.replace(meta=meta))
+        Raises:
+            SnapshotError: The folder holds something else, or rows are objects, for which files have no form.
+            StateError: The storage is closed.
+            StorageError: The disk failed or is full; snapshots that were there are as they were.
 
-    def archive_left(self) -> None:
-        """Bring rows that have left to the archive, if there is one."""
+        Example:
+            >>> storage.dumps("backup")
+            >>> MemoryStorage(1000).loads("backup")
+        """
+        return make_snapshot(self, path, keep=keep)
 
-    def log_entries(self) -> Iterator[LogEntry]:
-        """Return every entry of episodes.log in order."""
-        return self._log.read()
+    def loads(self, path: str | Path, version: int | str | None = None) -> None:
+        """Put a snapshot's content in the place of this one; see `ReplayBuffer.loads`.
+
+        After a crash the storage has its former content or the new one.
+
+        Args:
+            path: What `dumps` was given.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such snapshot.
+            SchemaError: This storage has other fields.
+            CorruptionError: The snapshot is damaged.
+            StateError: The storage is closed.
+        """
+        self.load_version(find_version(self.disk, local_path(path), version))
+        self.holders.tell(self)
+
+    #: TorchRL's other names of the same.
+    dump = save = dumps
+    load = loads
 
     def log_bytes(self) -> bytes:
         """Return all of episodes.log."""
-        with self.episode_lock:
-            self._log.flush()
-            file, length = self._log.file, self._log.length
+        with self.locks.episodes:
+            log = self._state.log
+            log.flush()
+            file, length = log.file, log.length
         return file.read(0, length)
 
-    @property
-    def can_write(self) -> bool:
-        """Whether the storage is open for writing and sound."""
-        return not self._closed and self.engine.lock_file.held and self.engine.health.is_sound
+    def packed_now(self) -> dict[int, PackedRows]:
+        """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
+        if self._state.columns is None:
+            return {}
+        self.drain()
+        return self._state.columns.packed_now()
 
-    def more_stats(self) -> dict[str, Any]:
-        """Return path, generation, what waits for the disk, and how that is."""
-        counters = self.counters
-        return {
-            "path": str(self.path),
-            "durability": "sync" if self.durable else "process",
-            "generation": self.manifest.generation,
-            "unsynced_rows": self.last - self.engine.checkpointer.covered,
-            "fsyncs": self.disk.syncs,
-            "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
-            "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
-            "free_bytes": self.disk.free(self.path),
-            "poisoned": None if self.engine.health.failure is None else str(self.engine.health.failure),
-            "recovered": self.counters.recovered,
-        }
+    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
+        """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
+        columns = self._state.columns
+        if columns is None or columns.segments is None:
+            return {}
+        from expstore.storages.columns.arrow.capture import segments_now
 
-    # -- life ------------------------------------------------------------------------------------
+        self.drain()
+        return {columns.segment_places: segments_now(columns.segments, low)}
 
-    def check_writable(self) -> None:
-        """Raise StateError unless rows can be written; after an interruption read the journal again."""
-        super().check_writable()
-        if not self.engine.lock_file.held:
+    def block_sums(self) -> Array | None:
+        """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
+        return self.engine.block_sums()
+
+    def load_version(self, folder: Path) -> None:
+        """Put the content of the snapshot in a folder in the place of what there is.
+
+        Crashes: the store has its former content until the new one is complete, and that one then.
+        """
+        self.load_content(read_content(self.disk, folder))
+
+    def load_content(self, content: ContentLike) -> None:
+        """Put a content from elsewhere in the place of what there is, as `load_version` does.
+
+        Rows that it takes the place of do not go to the archive; those that had left before do.
+
+        Raises:
+            StateError: Its rows could not go to this store's archive.
+        """
+        if self.engine.archive is not None:
+            self.engine.archive.check_content(content.manifest)
+        with self.lock:
+            self._finish_writes(keeps=self.capacity)
+            columns = self._state.columns
+            # Others may read by former slots, for which there must be a place then.
+            self._take_arrival(Arrival.of(content, self), ready=0 if columns is None else columns.ready)
+
+    def resize(self, capacity: int | None, progress: Progress | None = None) -> None:
+        """Have another capacity; rows that do not fit are given up, the oldest first, or the worst.
+
+        Nobody may draw from it meanwhile, or hold numbers of rows afterwards: rows keep their ids, and get
+        other indices. Crashes: as of a load.
+
+        Args:
+            capacity: Most readable rows; None: it grows without bound.
+            progress: Is told bytes done and bytes in all.
+
+        Raises:
+            SchemaError: Fields were to be packed in chunks that do not fit.
+        """
+        with self.lock:
+            self._finish_writes(keeps=capacity)
+            self._take_arrival(resized(self, capacity, progress), ready=0)
+
+    def _finish_writes(self, *, keeps: int | None) -> None:
+        """Have all rows in the columns, and those that go in the archive, before another content comes.
+
+        Args:
+            keeps: How many of the rows stay at most; None: all.
+        """
+        engine = self.engine
+        self.check_writable()
+        self.hold.wait()
+        self.settle_changes()
+        engine.write_values()
+        if self._state.write_keys.waiting:
+            self.sync()  # the journal that has them goes
+        if engine.archive is not None:
+            engine.archive.copy_all_but(keeps)
+
+    def _take_arrival(self, arrival: Arrival, *, ready: int) -> None:
+        """Put a content in the place of what there is: it is built under another name, and renamed.
+
+        Args:
+            arrival: The content.
+            ready: So many slots have a place then.
+        """
+        engine = self.engine
+        build_load(self, engine.path, arrival, sequence=self._state.journal.sequence, ready=ready)
+        recovered = self.counters.recovered
+        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting:
+            with self._changing():
+                commit_load(self.disk, engine.path)
+                with engine.health.guarding():
+                    self._open(first=True)
+        self.counters.recovered = recovered
+        self.priorities.note_set()
+
+    @contextlib.contextmanager
+    def _changing(self, slots: IntArray | None = None) -> Iterator[None]:
+        """Tell readers, in other processes too, that rows are being changed in place."""
+        with super()._changing(slots):
+            self.engine.shared.begin_change(slots)
+            yield
+            self.engine.shared.end_change()  # not after a failure: it is not known what they hold then
+
+    # -- life ----------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Run a checkpoint: everything that was published, and priorities and draws, is on the disk then.
+
+        Raises:
+            StorageError: The disk failed; after a failed fsync the store must be opened again.
+        """
+        self.engine.checkpoint()
+
+    def writer(self) -> Self:
+        """Return the store itself; after an interruption its journal is read again.
+
+        Raises:
+            StateError: It is closed, poisoned, or of another process.
+            StorageError: The disk failed; the next call tries again.
+        """
+        engine = self.engine
+        if self._closed:
+            raise closed_error()
+        if not engine.lock_file.held:
             raise StateError(
                 f"{self.path} was opened by another process, of which this one is a fork",
                 hint="open the store in the process that writes to it",
             )
-        health = self.engine.health
+        health = engine.health
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
-            # Who counts what they hand out must not go on with the counts that were open.
-            with self.lock, self.engine.checkpointer.lock, self.sampled_lock:
-                if self.engine.health.needs_recovery:
+            # A sampler that counts what it hands out must not use the counts that were open.
+            with self.lock, engine.checkpointer.lock, self.locks.sampled:
+                if engine.health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
-                        self.flush_priorities()
-                    with self.changing(), self.engine.health.guarding():
+                        engine.write_values()
+                    with self._changing(), engine.health.guarding():
                         self._open(first=False)
-                    self.engine.health.needs_recovery = False
+                    engine.health.note_recovered()
+        return self
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the storage is open for writing and sound."""
+        return not self._closed and self.engine.is_sound
+
+    def _note_interruption(self) -> None:
+        self.engine.health.note_interruption()
 
     def close(self) -> None:
-        """Sync, note that all is well, and let others open the store."""
+        """Sync, note that all is well, and let others open the store; a second call does nothing."""
         if self._closed:
             return
-        closed = 0
+        closed, engine = 0, self.engine
         with self.lock:
-            self.engine.background.stop()
+            engine.background.stop()
+            if engine.archive is not None:
+                engine.archive.copy_at_close()
             try:
                 if self.can_write:
                     end_sessions(self, [self.episodes.session])
-                    self._checkpoint_for_good()
-                    with self.episode_lock:
-                        sequence = self.append_record(Kind.CLOSE, b"{}")
-                        self.journal.end()
-                        if self.columns is not None:
-                            self.columns.give_back()
-                    self.engine.checkpointer.sync_journal(self.journal.sync_files(), [])
-                    closed = sequence
+                    closed = engine.finish()
             finally:
-                self._closed = True
-                self.engine.shared.leave(closed)
-                self._let_go()
+                self._note_closed()
+                engine.leave(closed)
+                self._release()
 
-    def leave(self) -> None:
-        """Close a store that was not closed, and bring the index up to date."""
+    def _release(self) -> None:
+        """Close all files, as many as were opened, and let others write."""
+        unregister(self)
+        self.engine.close()
+
+    def _leave(self) -> None:
+        """Close a store that was not closed when the program ends, and bring the index up to date."""
         if self._closed or not self.engine.lock_file.held:
             return
         try:
@@ -573,61 +903,75 @@ class JournaledStorage(FolderStorage, VersionedStorage):
         finally:
             self.close()
 
-    def depart(self) -> None:
-        """Do what can be done before the process dies of a signal, while other threads go on."""
+    def _depart(self) -> None:
+        """Do what can be done before the process dies of a signal; other threads still run."""
         self.sync()
 
-    #: Whether to warn if it is garbage without having been closed.
-    warns_if_forgotten = True
+    def leave_to_another(self) -> None:
+        """Leave closing to the ring whose archive this is: do not close when the program ends."""
+        self._warns_if_forgotten = False
+        unregister(self)
 
     def __del__(self) -> None:
         opened = "engine" in vars(self) and self.engine.background.running
         if opened and not self._closed and self.engine.lock_file.held:
             # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
             # And this thread may be inside `submit` of another pool, where it would wait for itself.
-            self._do_without_threads()
+            self.engine.do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
-            if self.warns_if_forgotten:
+            if self._warns_if_forgotten:
                 warnings.warn(f"{self.path} was forgotten without close()", ResourceWarning, 2, self)
 
-    def _do_without_threads(self) -> None:
-        """Write and sync on the calling thread alone from now on."""
-        self.engine.pool.refuse()
-        if self.columns is not None:
-            self.columns.do_without_threads()
+    # -- facts -----------------------------------------------------------------------------------------
 
-    def _let_go(self) -> None:
-        """Close all files, as many as were opened, and let others write."""
-        unregister(self)
-        with self.sampled_lock:  # no descriptor may be reused for another file while counts are written
-            self._state.close()
-            self.engine.shared.close()
-        self.engine.lock_file.release()
-        with contextlib.suppress(RuntimeError):  # forgotten, and collected by a thread of the pool itself
-            self.engine.pool.shutdown()
+    def meta(self) -> dict[str, Any]:
+        """Return the user's own facts."""
+        return dict(self.manifest.meta)
 
-    def load_version(self, folder: Path) -> None:
-        """Put the content of the version in a folder in the place of what there is.
+    def facts(self) -> dict[str, Any]:
+        """Return what the relation `meta` shows."""
+        manifest = self.manifest
+        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
 
-        Crashes: the store has its former content until the new one is complete, and that one then.
-        """
-        self.load_content(read_content(self.disk, folder))
+    def more_stats(self) -> dict[str, Any]:
+        """Return path, generation, what waits for the disk and how that is, and what packing saves."""
+        engine, counters, columns = self.engine, self.counters, self._state.columns
+        packed = [] if columns is None else columns.packed
+        archive = {} if engine.archive is None else engine.archive.stats()
+        return {
+            "path": str(self.path),
+            "durability": "sync" if engine.durable else "process",
+            "generation": engine.manifest.generation,
+            "unsynced_rows": self.last - engine.checkpointer.covered,
+            "fsyncs": self.disk.syncs,
+            "last_sync_seconds": counters.sync_seconds and round(counters.sync_seconds, 4),
+            "last_sync_age": counters.synced_at and round(time.monotonic() - counters.synced_at, 3),
+            "free_bytes": self.disk.free(self.path),
+            "poisoned": None if engine.health.failure is None else str(engine.health.failure),
+            "recovered": counters.recovered,
+            "packed": {
+                key_name(column.entry.key): columns.packed_size(column)[0]
+                for _, column in packed
+                if columns is not None
+            },
+        } | archive
 
-    def load_content(self, content: ContentLike) -> None:
-        """Put a content from elsewhere in the place of what there is, as `load_version` does."""
-        self._take_content(content)
 
-    # -- what the columns supply -----------------------------------------------------------------
+def _no_ranking_of(schema: Schema) -> SchemaError:
+    fields = [entry for entry in schema.fields if entry.variable]
+    return _in_segments(fields, "rows cannot give way to better ones")
 
-    @abstractmethod
-    def flush_priorities(self) -> None:
-        """Write priorities that have changed, and rows that were kept back."""
 
-    @abstractmethod
-    def _take_content(self, content: ContentLike) -> None:
-        """Put a content in the place of what there is."""
+def _in_segments(fields: list[Field], what: str) -> SchemaError:
+    from expstore.storages.columns.arrow.column import in_place  # loads pyarrow
 
-    @abstractmethod
-    def _begin(self) -> None:
-        """Set up what belongs to columns, before anything is opened."""
+    return in_place(fields, what)
+
+
+def _packed(columns: Sequence[PackedColumn], what: str) -> SchemaError:
+    names = ", ".join(sorted(repr(key_name(column.entry.key)) for column in columns))
+    return SchemaError(
+        f"{'fields' if columns[1:] else 'field'} {names} {'are' if columns[1:] else 'is'} packed: {what}",
+        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for single ones",
+    )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from expstore.core.values import Key, Ranking, key_name, to_key
 from expstore.errors import SchemaError
-from expstore.schema.schema import Field
+from expstore.schema.schema import Field, Schema
 from expstore.storages.format.chunk_encoding import MOST_BYTES, MOST_ROWS, Packing, packing_for, reach_for
 from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC
 from expstore.storages.format.manifest import Manifest
@@ -24,6 +24,7 @@ __all__ = [
     "LayoutName",
     "ask_layout",
     "layout_of",
+    "refuse_objects",
 ]
 
 LayoutName = Literal["flat", "packed", "auto"]
@@ -282,3 +283,13 @@ def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: s
 
 def _anew(hint: str) -> str:
     return f"{hint}; a store that was made already is made anew with mode='w', or in another folder"
+
+
+def refuse_objects(schema: Schema) -> None:
+    """Raise SchemaError for fields that no file can hold."""
+    if schema.objects:
+        raise SchemaError(
+            f"field {key_name(schema.objects[0])!r} holds objects, which a store on disk cannot keep",
+            hint='expstore.open(..., storage="arrow") keeps texts, numbers, lists and dicts; '
+            "LazyTensorStorage, LazyStackStorage and ListStorage keep objects, in RAM",
+        )

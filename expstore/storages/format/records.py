@@ -25,6 +25,7 @@ from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpac
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
+from expstore.storages.format.paths import REDO
 
 __all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
 
@@ -273,6 +274,21 @@ def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: C
     rows, priority = Redo.replaced(body)
     more = _REPLACED.pack(rows, priority) if rows else b""
     return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little") + more
+
+
+def load_redo(disk: Disk, store: Path, body: bytes, schema: Schema) -> Redo:
+    """Read an update record, from its own file if it was too long for the journal.
+
+    Args:
+        disk: Where files are touched.
+        store: The store's folder.
+        body: Of the record.
+        schema: The fields of the rows.
+
+    Raises:
+        CorruptionError: The file is missing or damaged.
+    """
+    return Redo.unpack(fetch_body(disk, store / REDO, body), schema)
 
 
 def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:

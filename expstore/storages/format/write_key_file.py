@@ -148,14 +148,14 @@ class KeyFile(WriteKeys, Checkpointed):
 
     def _take(self, found: KeysFound, now: int) -> None:
         """Know what the file says; older entries than these stay there till they are written over."""
-        entries, self.number, self._stale = found.entries, found.number, found.stale
-        self._oldest = found.number - entries.size
-        self._ring = bytearray(ENTRY.size * min(found.number, self.slots))
-        ring = np.frombuffer(self._ring, _DTYPE)
+        entries, self._stale = found.entries, found.stale
+        data = bytearray(ENTRY.size * min(found.number, self.slots))
+        ring = np.frombuffer(data, _DTYPE)
         ring[entries["number"].astype(np.int64) % self.slots] = entries
         del ring  # a bytearray that is looked at cannot grow
         known = entries[now - entries["time"] <= KEPT_US]
-        self._numbers = dict(zip(known["key"].tolist(), known["number"].tolist(), strict=True))
+        numbers = dict(zip(known["key"].tolist(), known["number"].tolist(), strict=True))
+        self.restore(data, numbers, oldest=found.number - entries.size, number=found.number)
         self._written = self._safe = found.number
 
     @property

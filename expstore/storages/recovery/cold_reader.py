@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
+from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
@@ -20,13 +23,13 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.column_set import ColumnGroup
 from expstore.storages.columns.overlay import Overlay
 from expstore.storages.columns.payload import join_segments, split_payload
-from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import no_records, read_journal
+from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL
-from expstore.storages.format.records import Publish
+from expstore.storages.format.records import Publish, load_redo
 from expstore.storages.recovery.recover import Past, pending_changes, read_past, rebuild_episodes, verify
 
-__all__ = ["Replay", "episode_rows", "open_columns", "replay"]
+__all__ = ["Replay", "StoreFolder", "episode_rows", "open_columns", "replay"]
 
 _logger = logging.getLogger("expstore")
 
@@ -50,7 +53,23 @@ class Replay:
     entries: list[LogEntry] = field(default_factory=list)
 
 
-def open_columns(storage: FolderStorage) -> ColumnGroup | None:
+class StoreFolder(Protocol):
+    """What is needed of a store that is only read."""
+
+    disk: Disk
+    path: Path
+    manifest: Manifest
+
+    @property
+    def geometry(self) -> RingGeometry:
+        """How ids, slots and indices correspond."""
+
+    @property
+    def capacity(self) -> int | None:
+        """The largest number of readable rows; None: unbounded."""
+
+
+def open_columns(storage: StoreFolder) -> ColumnGroup | None:
     """Open a store's columns for reading; None: there are no fields yet."""
     schema = storage.manifest.schema
     if schema is None:
@@ -60,7 +79,7 @@ def open_columns(storage: FolderStorage) -> ColumnGroup | None:
     return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.geometry.slots, **how)
 
 
-def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
+def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
     """Read the journal of a store without a writer.
 
     Args:
@@ -86,7 +105,7 @@ def replay(storage: FolderStorage, *, same_boot: bool) -> Replay:
         raise
 
 
-def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, same_boot: bool) -> Replay:
+def _replay(storage: StoreFolder, past: Past, columns: ColumnGroup | None, *, same_boot: bool) -> Replay:
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
         columns.look(_slots_of(storage, past.synced))
@@ -103,7 +122,10 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
 
         known = times if same_boot or past.clean else None
         for redo in pending_changes(
-            past, storage.geometry.slots, lambda body: storage.load_redo(body, schema), known
+            past,
+            storage.geometry.slots,
+            lambda body: load_redo(storage.disk, storage.path, body, schema),
+            known,
         ):
             slots = storage.geometry.slot_of(redo.ids)
             for place, values in zip(redo.places, redo.columns, strict=True):
@@ -122,12 +144,12 @@ def _replay(storage: FolderStorage, past: Past, columns: ColumnGroup | None, *, 
     return found
 
 
-def _slots_of(storage: FolderStorage, last: int) -> int:
+def _slots_of(storage: StoreFolder, last: int) -> int:
     """Return how many slots the ids up to `last` take."""
     return last if storage.geometry.slots is None else min(last, storage.geometry.slots)
 
 
-def _whole(publish: Publish, found: Replay, storage: FolderStorage, same_boot: bool) -> bool:
+def _whole(publish: Publish, found: Replay, storage: StoreFolder, same_boot: bool) -> bool:
     columns = found.columns
     if columns is None:
         return False

@@ -12,11 +12,11 @@ from expstore.core.values import IntArray
 from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
-from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import Kind, Record
 from expstore.storages.format.journal_tail import JournalTail
 from expstore.storages.format.paths import JOURNAL, LOG
 from expstore.storages.format.records import Mark, Publish
+from expstore.storages.recovery.cold_reader import StoreFolder
 from expstore.storages.recovery.log_state import apply_to_episodes
 from expstore.storages.recovery.recover import read_past, rebuild_episodes, verify
 
@@ -42,7 +42,7 @@ class LiveTail:
     """
 
     def __init__(
-        self, storage: FolderStorage, limit: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
+        self, storage: StoreFolder, limit: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
     ) -> None:
         self._disk, self._log_path = storage.disk, storage.path / LOG
         self._journal = JournalTail(storage.disk, storage.path / JOURNAL)

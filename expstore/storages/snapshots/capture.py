@@ -10,22 +10,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.draw_state import DrawState, to_json
+from expstore.core.draw_state import to_json
 from expstore.core.values import Array, Window
 from expstore.episodes.fragments import clip
-from expstore.episodes.table import EpisodeTable
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.base import Storage
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.columns.priorities import Priorities
 from expstore.storages.columns.sample_counts import SAMPLED
-from expstore.storages.folder import FolderStorage
 from expstore.storages.format.manifest import Manifest
+from expstore.storages.row_state import RowState
 from expstore.storages.snapshot_pin import Hold
 
 if TYPE_CHECKING:
@@ -93,36 +91,9 @@ class Frozen:
         return max(0, len(self.fields) - (2 if self.counted else 1))
 
 
-class Recorded(Protocol):
-    """What a base record keeps of rows: `Storage` and `RowState` have it."""
-
-    @property
-    def content(self) -> tuple[int, int]:
-        """The position of the newest record that says something of rows."""
-
-    @property
-    def last(self) -> int:
-        """The newest id."""
-
-    @property
-    def retired(self) -> int:
-        """The newest id that left otherwise than by age."""
-
-    @property
-    def priorities(self) -> Priorities:
-        """Their priorities."""
-
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written."""
-
-    @property
-    def episodes(self) -> EpisodeTable:
-        """Their episodes."""
-
-
-def base_of(rows: Recorded, draws: DrawState) -> dict[str, Any]:
+def base_of(rows: RowState) -> dict[str, Any]:
     """Return what a journal's base record keeps of rows and draws as they are now."""
+    draws = rows.draws
     return {
         "content": rows.content,
         "last": rows.last,
@@ -139,11 +110,11 @@ def base_of(rows: Recorded, draws: DrawState) -> dict[str, Any]:
 
 def manifest_of(storage: Storage) -> Manifest:
     """Return what a storage's expstore.json says, or would say if it had one."""
-    if isinstance(storage, FolderStorage):
+    if storage.manifest is not None:
         return storage.manifest
     return Manifest(
         uuid=storage.uuid,
-        generation=storage.content[0],
+        generation=storage.state.content[0],
         storage="zarr",
         capacity=storage.capacity,
         spare=storage.geometry.spare,
@@ -156,7 +127,7 @@ def manifest_of(storage: Storage) -> Manifest:
         dims=storage.geometry.dims,
         ranking=storage.ranking,
         specs=storage.specs,
-        column_set=storage.reshapes // 2,
+        column_set=storage.epochs.fields // 2,
     )
 
 
@@ -195,14 +166,14 @@ def _freeze(storage: Storage) -> Frozen:
         columns = [found.get(place, []) for place in places]
         columns[-1] = [part.copy() for part in columns[-1]]  # priorities may be set while rows are copied
     pieces = storage.geometry.runs(window.low + 1, window.size)
-    sampled = storage.sampled
+    sampled = storage.state.sampled
     if sampled is not None:
-        with storage.sampled_lock:
+        with storage.locks.sampled:
             columns.append([part.copy() for part in sampled.views(pieces)])
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
         manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
-        base=base_of(storage, storage.draws),
+        base=base_of(storage.state),
         window=window,
         pieces=pieces,
         columns=columns,

@@ -35,7 +35,6 @@ from expstore.storages.columns.checksums import (
     seal_entry,
     zeros_sum,
 )
-from expstore.storages.folder import FolderStorage
 from expstore.storages.format.journal import ALIGN, Journal, Kind
 from expstore.storages.format.manifest import MANIFEST, store_around
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, SEGMENTS, VERSION
@@ -140,7 +139,7 @@ def dump(
 
 def _refuse_objects(storage: Storage) -> None:
     schema = storage.schema
-    if schema is not None and schema.variable and not isinstance(storage, FolderStorage):
+    if schema is not None and schema.variable and storage.path is None:
         raise SnapshotError(
             f"field {key_name(schema.variable[0])!r} has rows of no fixed size, which only a store on disk "
             "has versions of",

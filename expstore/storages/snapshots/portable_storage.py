@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from expstore.disk.local_path import local_path
 from expstore.errors import SnapshotError
 from expstore.storages.base import Hook, Storage
+from expstore.storages.snapshots.catalog import Version, find_version
+from expstore.storages.snapshots.create import dump as make_snapshot
 from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
 
@@ -60,8 +64,8 @@ class PortableStorage(Storage):
             CorruptionError: What the state says of the storage is damaged.
         """
         self.check_writable()
-        self._take_content(read_state(state_dict, self._load_hooks))
-        self.tell_holders()
+        self.load_content(read_state(state_dict, self._load_hooks))
+        self.holders.tell(self)
 
     def register_save_hook(self, hook: Hook) -> None:
         """Have `state_dict` keep what a hook returns for the rows it is given; hooks run in their order.
@@ -94,6 +98,44 @@ class PortableStorage(Storage):
                 hint="state_dict() keeps what hooks return",
             )
 
+    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
+
+        Args:
+            path: A folder for snapshots; made if it is missing.
+            keep: How many snapshots remain.
+
+        Raises:
+            SnapshotError: The folder holds something else, or rows are objects, for which files have no form.
+            StateError: The storage is closed.
+            StorageError: The disk failed or is full; snapshots that were there are as they were.
+
+        Example:
+            >>> storage.dumps("backup")
+            >>> MemoryStorage(1000).loads("backup")
+        """
+        return make_snapshot(self, path, keep=keep)
+
+    def loads(self, path: str | Path, version: int | str | None = None) -> None:
+        """Put a snapshot's content in the place of this one; see `ReplayBuffer.loads`.
+
+        Args:
+            path: What `dumps` was given.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such snapshot.
+            SchemaError: This storage has other fields.
+            CorruptionError: The snapshot is damaged.
+            StateError: The storage is closed.
+        """
+        self.load_version(find_version(self.disk, local_path(path), version))
+        self.holders.tell(self)
+
+    #: TorchRL's other names of the same.
+    dump = save = dumps
+    load = loads
+
     @abstractmethod
-    def _take_content(self, content: ContentLike) -> None:
+    def load_content(self, content: ContentLike) -> None:
         """Put a content in the place of what there is."""

@@ -16,11 +16,10 @@ from expstore.core.geometry import RingGeometry, round_up
 from expstore.core.id_set import NO_GAPS
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.episodes.log import LogEntry
-from expstore.episodes.sessions import SessionKey
 from expstore.errors import StateError
 from expstore.schema.ranking import rank_rows
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.folder import FolderStorage
+from expstore.storages.base import Storage
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
@@ -31,12 +30,12 @@ __all__ = ["Progress", "capacity_for", "resized", "surplus"]
 Progress = Callable[[int, int], None]
 
 
-def capacity_for(storage: FolderStorage, capacity: int | None) -> int | None:
+def capacity_for(storage: Storage, capacity: int | None) -> int | None:
     """Return the capacity that a store gets which is asked for one: whole steps of time."""
     return None if capacity is None else round_up(capacity, storage.geometry.lanes)
 
 
-def surplus(storage: FolderStorage, capacity: int | None) -> int:
+def surplus(storage: Storage, capacity: int | None) -> int:
     """Return how many of a store's rows do not fit into a capacity."""
     window = storage.window
     if capacity is None or window.size <= capacity:
@@ -47,7 +46,7 @@ def surplus(storage: FolderStorage, capacity: int | None) -> int:
     return int(window.holds(ids).sum())
 
 
-def resized(storage: FolderStorage, capacity: int | None, progress: Progress | None = None) -> Arrival:
+def resized(storage: Storage, capacity: int | None, progress: Progress | None = None) -> Arrival:
     """Return a store's own content as it is to be for another capacity.
 
     Args:
@@ -72,17 +71,15 @@ class _Own:
         entries: Of episodes.log.
     """
 
-    storage: FolderStorage
+    storage: Storage
     manifest: Manifest
     base: dict[str, Any]
     entries: Sequence[LogEntry]
 
     @classmethod
-    def of(cls, storage: FolderStorage) -> _Own:
+    def of(cls, storage: Storage) -> _Own:
         """Return what it holds now."""
-        return cls(
-            storage, manifest_of(storage), base_of(storage, storage.draws), list(storage.log_entries())
-        )
+        return cls(storage, manifest_of(storage), base_of(storage.state), list(storage.log_entries()))
 
     @property
     def name(self) -> str:
@@ -103,7 +100,7 @@ class _Own:
     @property
     def counted(self) -> bool:
         """Whether it says how often each row was handed out."""
-        return self.storage.sampled is not None
+        return self.storage.state.sampled is not None
 
     @property
     def low(self) -> int:
@@ -116,24 +113,23 @@ class _Own:
 
     def counts(self, first_id: int, count: int) -> Array:
         """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
-        sampled = self.storage.sampled
+        sampled = self.storage.state.sampled
         if sampled is None:
             return np.zeros(count, np.uint32)
-        with self.storage.sampled_lock:
+        with self.storage.locks.sampled:
             return np.concatenate(sampled.views(self.storage.geometry.runs(first_id, count)))
 
 
 class _Newest(Arrival):
     """Keep ids, episodes and numbers as they are; the oldest rows go if there are too many."""
 
-    def __init__(self, storage: FolderStorage, capacity: int | None, progress: Progress) -> None:
-        self.content = content = _Own.of(storage)
-        self._progress = progress
-        self._ids = self._episodes = 0
-        last = storage.last
-        self._low = content.low if capacity is None else max(content.low, last - capacity)
-        self.count = last - self._low
-        self.manifest = _manifest_for(storage, content.manifest, capacity)
+    def __init__(self, storage: Storage, capacity: int | None, progress: Progress) -> None:
+        self._own, self._progress = _Own.of(storage), progress
+        last, low = storage.last, self._own.low
+        low = low if capacity is None else max(low, last - capacity)
+        manifest = _manifest_for(storage, self._own.manifest, capacity)
+        numbers = {"low": low, "count": last - low, "id_shift": 0, "episode_shift": 0}
+        super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def base(self, content: tuple[int, int]) -> dict[str, Any]:
         """Return the state that a base record keeps: open episodes stay open."""
@@ -145,10 +141,10 @@ class _Newest(Arrival):
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
         """Yield all rows, oldest first: (first id, one array per field and row field)."""
-        done, total = 0, self.count * self.content.row_bytes if self.count else 0
+        done, total = 0, self.count * self._own.row_bytes if self.count else 0
         for first, arrays in super().runs():
             yield first, arrays
-            done += len(arrays[0]) * self.content.row_bytes
+            done += len(arrays[0]) * self._own.row_bytes
             self._progress(done, total)
 
 
@@ -158,38 +154,30 @@ class _Best(Arrival):
     Their ids are those of places there are no more: they get new ones, above all that there were.
     """
 
-    content: _Own
-
-    def __init__(self, storage: FolderStorage, ranking: Ranking, capacity: int, progress: Progress) -> None:
-        self.content = _Own.of(storage)
-        self._storage, self._progress = storage, progress
+    def __init__(self, storage: Storage, ranking: Ranking, capacity: int, progress: Progress) -> None:
+        self._own, self._storage, self._progress = _Own.of(storage), storage, progress
         self._kept = _best_ids(storage, ranking, capacity)
-        self.count = self._kept.size
-        self._low, self._ids, self._episodes = 0, storage.last, 0
-        self.manifest = _manifest_for(storage, self.content.manifest, capacity).replace(gaps=NO_GAPS)
-
-    @property
-    def session(self) -> SessionKey:
-        """The storage's own session."""
-        return self._storage.episodes.session
+        manifest = _manifest_for(storage, self._own.manifest, capacity).replace(gaps=NO_GAPS)
+        numbers = {"low": 0, "count": self._kept.size, "id_shift": storage.last, "episode_shift": 0}
+        super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 
     def runs(self) -> Iterator[tuple[int, list[Array]]]:
         """Yield the rows that stay: (first id, one array per field and row field)."""
-        each = self.content.row_bytes
+        each = self._own.row_bytes
         step = max(1, STEP_BYTES // each)
         for start in range(0, self.count, step):
             ids = self._kept[start : start + step]
-            arrays = self._storage.read(ids, self.content.places)
+            arrays = self._storage.read(ids, self._own.places)
             first = self.low + 1 + start
             arrays[-5] = np.arange(first, first + ids.size)
             yield first, arrays
             self._progress((start + ids.size) * each, self.count * each)
 
 
-def _best_ids(storage: FolderStorage, ranking: Ranking, count: int) -> IntArray:
+def _best_ids(storage: Storage, ranking: Ranking, count: int) -> IntArray:
     """Return the ids of so many rows, ascending."""
     schema, window = storage.require_schema(), storage.window
-    if storage.sampled is not None:
+    if storage.state.sampled is not None:
         raise StateError("a store that keeps the best rows does not count how often they are handed out")
     place, found = schema.place(ranking.key), []
     ids = np.arange(window.low + 1, window.last + 1)
@@ -203,7 +191,7 @@ def _best_ids(storage: FolderStorage, ranking: Ranking, count: int) -> IntArray:
     return kept
 
 
-def _manifest_for(storage: FolderStorage, own: Manifest, capacity: int | None) -> Manifest:
+def _manifest_for(storage: Storage, own: Manifest, capacity: int | None) -> Manifest:
     """Return what expstore.json says afterwards.
 
     Raises:

@@ -220,15 +220,36 @@ class Arrival:
 
     Args:
         content: The version.
-        storage: Where it is to be; its lock is held.
-
-    Raises:
-        SchemaError: The storage has other fields, or rows of other dims.
-        StateError: It has no room for all of the best rows, or packed fields, which cannot give way.
+        manifest: What expstore.json says afterwards.
+        session: The storage's own session.
+        low: The newest id of the content that is left out.
+        count: How many rows come.
+        id_shift: Is added to ids.
+        episode_shift: Is added to episode ids.
     """
 
-    def __init__(self, content: ContentLike, storage: Storage) -> None:
-        self.content = content
+    def __init__(
+        self,
+        content: ContentLike,
+        manifest: Manifest,
+        session: SessionKey,
+        *,
+        low: int,
+        count: int,
+        id_shift: int,
+        episode_shift: int,
+    ) -> None:
+        self.content, self.manifest, self.session, self.count = content, manifest, session, count
+        self._low, self._ids, self._episodes = low, id_shift, episode_shift
+
+    @classmethod
+    def of(cls, content: ContentLike, storage: Storage) -> Arrival:
+        """Return a version's content with the numbers that it gets in a storage, whose lock is held.
+
+        Raises:
+            SchemaError: The storage has other fields, or rows of other dims.
+            StateError: It has no room for all of the best rows, or packed fields, which cannot give way.
+        """
         base, own = content.base, manifest_of(storage)
         schema = _fit(content.manifest, own, storage, content.name)
         others = storage.schema is not None and schema is not None and not schema.same(storage.schema)
@@ -237,7 +258,7 @@ class Arrival:
         ring = own.geometry
         if storage.schema is None and schema is not None:
             ring = storage.geometry_for(schema, ring)
-        self.manifest = content.manifest.replace(
+        manifest = content.manifest.replace(
             generation=max(own.generation, content.manifest.generation) + 1,
             spare=ring.spare,
             reach=ring.reach,
@@ -247,17 +268,16 @@ class Arrival:
             **{name: getattr(own, name) for name in _OWN},
         )
         last = base["last"]
-        self._low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
-        self.count: int = last - self._low
-        if content.manifest.ranking is not None and self._low > content.low:
+        low: int = content.low if own.capacity is None else max(content.low, last - own.capacity)
+        if content.manifest.ranking is not None and low > content.low:
             raise StateError(
                 f"{content.name} holds the best {last - content.low} rows by {content.manifest.ranking}; "
                 f"there is room for {own.capacity}, and the first to come would go, not the worst",
                 hint="load it into a store of that capacity",
             )
-        former = max(storage.last, storage.horizon)
+        former = max(storage.last, storage.state.horizon)
         # Where there never were rows, ids stay as they are: nobody knows them as those of others.
-        shift: int = max(former, last) - self._low if former else 0
+        shift: int = max(former, last) - low if former else 0
         if own.capacity is not None:
             slots = ring.slots or 0
             if former:
@@ -268,15 +288,16 @@ class Arrival:
                 both = math.lcm(step, slots)
                 step = both if both <= _FURTHEST else step
             shift = round_up(shift, step)
-        self._ids = shift
-        self.manifest = self.manifest.replace(gaps=content.manifest.gaps.shifted(shift))
-        self._session = storage.episodes.session
-        self._episodes = max(storage.episodes.next_episode, base["episodes"]["next_episode"]) - 1
-
-    @property
-    def session(self) -> SessionKey:
-        """The storage's own session."""
-        return self._session
+        table = storage.episodes
+        return cls(
+            content,
+            manifest.replace(gaps=content.manifest.gaps.shifted(shift)),
+            table.session,
+            low=low,
+            count=last - low,
+            id_shift=shift,
+            episode_shift=max(table.next_episode, base["episodes"]["next_episode"]) - 1,
+        )
 
     @property
     def low(self) -> int:

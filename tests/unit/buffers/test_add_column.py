@@ -613,10 +613,10 @@ def test_damaged_entries_stay_damaged(store_path: Path) -> None:
         file.seek(4096 + 20)
         file.write(b"\xff\xff")
     kept = ZarrStorage(store_path)
-    assert kept.columns is not None
-    sums = kept.checksums
+    assert kept.state.columns is not None
+    sums = kept.state.checksums
     assert isinstance(sums, Checksums)
-    places = list(range(len(kept.columns.columns) - 1))
+    places = list(range(len(kept.state.columns.columns) - 1))
     same = sums.rearranged(places)
     assert same[:4096] == (store_path / CHECKSUMS).read_bytes()[:4096]
     states = [state_of(sums.entry(block)) for block in range(3)]

@@ -11,6 +11,7 @@ import math
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,8 @@ def test_schema_and_specs_must_fit_before_the_folder_is_made(tmp_path: Path) -> 
 
 def test_damaged_specs_say_so(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
-        rb.storage.specs = rb.storage.specs.replace("Categorical", "Cauliflower")
+        damaged = rb.storage.specs.replace("Categorical", "Cauliflower")
+        rb.storage._describe(replace(rb.storage._description, specs=damaged))
         with pytest.raises(CorruptionError, match="Cauliflower"):
             assert rb.specs is None
 

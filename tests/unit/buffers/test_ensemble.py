@@ -30,6 +30,7 @@ from expstore import (
 )
 from expstore.errors import NotReadyError, StateError
 from tests.support.batches import trajectory_rows
+from tests.support.flat_storages import flatten_dims
 
 #: Rows of a member: `x` is 1000 * member + number.
 rows = partial(trajectory_rows, action=lambda x: torch.zeros(len(x), 2))
@@ -666,7 +667,7 @@ def test_streams_that_are_ended_are_cut_there(disk: bool, tmp_path: Path) -> Non
 
 def test_every_lane_is_ended_and_named_streams_go_on() -> None:
     storage = MemoryStorage(50, seed=1)
-    storage.flatten = True
+    flatten_dims(storage)
     one = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2))
     rb = ReplayBufferEnsemble(one)
     one.extend(torch.stack([stream(range(3)), stream(range(10, 13))]))

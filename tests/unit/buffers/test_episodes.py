@@ -292,14 +292,14 @@ def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: A
 )
 def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) -> None:
     rb.annotate(2, x=0)
-    before = rb.storage.content, rb.storage.last
+    before = rb.storage.state.content, rb.storage.last
     with pytest.raises(SchemaError, match="info"):
         rb.annotate(2, **wrong)
     with pytest.raises(SchemaError, match="info"):
         rb.extend(steps(1, 0), source="a", episode_info=wrong)
     with pytest.raises(SchemaError, match="a key is text, not int"):
         rb.extend(steps(1, 0), source="a", episode_info={5: 1})
-    assert (rb.storage.content, rb.storage.last) == before
+    assert (rb.storage.state.content, rb.storage.last) == before
     assert infos(rb)[2] == {"x": 0}
 
 
@@ -415,7 +415,7 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
             raise expstore.StorageError("the disk refuses")
 
         with monkeypatch.context() as patch:
-            patch.setattr(rb.storage.journal, "append", refuse)
+            patch.setattr(rb.storage.state.journal, "append", refuse)
             with pytest.raises(expstore.StorageError, match="the disk refuses"):
                 rb.annotate(1, b=2)
         assert infos(rb) == {1: {"a": 1}}

@@ -316,7 +316,7 @@ def test_more_keys_than_the_file_may_owe_wait_for_a_sync(
     rb = disk(tmp_path, 1000)
     for number in range(100):
         rb.add(numbered_rows(1, number)[0], idempotency_key=str(number))
-        assert rb.storage.write_keys.room >= 0
+        assert rb.storage.state.write_keys.room >= 0
     shutil.copytree(tmp_path / "run.exp", tmp_path / "copy.exp")  # as a kill leaves it
     rb.close()
     for name in ("run.exp", "copy.exp"):
@@ -456,7 +456,7 @@ def test_an_interruption_after_the_record_is_answered_when_it_is_read_again(
     rb = disk(tmp_path, 50)
     rb.extend(numbered_rows(3))
     with monkeypatch.context() as patched:
-        patched.setattr(rb.storage, "_note_key", interrupt)
+        patched.setattr(rb.storage.state, "note_key", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rb.extend(numbered_rows(4), idempotency_key="a")
     assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [4, 5, 6, 7]

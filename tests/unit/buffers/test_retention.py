@@ -104,14 +104,14 @@ LAYOUTS = {
 def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> None:
     rb = filled(store_path, 40, **LAYOUTS[layout])
     rb.flush()
-    before = rb.storage.columns_bytes()
+    before = rb.storage.retention.columns_bytes()
     with expstore.open(store_path, mode="r", batch_size=64) as reader:
         rb.retain({"where": "number % 4 = 0"})
         assert rb.apply_retention(dry_run=True)[:2] == (30, 30 * Rows)
         gone = rb.apply_retention()
         kept = set(range(4, 41, 4))
         assert gone[:2] == (30, 30 * Rows)
-        assert rb.storage.columns_bytes() < before + (1 << 20)
+        assert rb.storage.retention.columns_bytes() < before + (1 << 20)
         if layout == "flat":
             assert gone.bytes > before // 2
         for one in (rb, reader):
@@ -272,7 +272,7 @@ def test_rows_are_taken_while_their_segment_goes(
         rb.flush()
         with expstore.open(store_path, mode="r") if follows else contextlib.nullcontext(rb) as reader:
             assert len(reader.sql(TEXTS).fetchall()) == 7
-            columns = reader.storage._source.columns if follows else reader.storage.columns
+            columns = reader.storage._source.columns if follows else reader.storage.state.columns
             apart, ids = columns.segments, np.array([1, 2, 3, 4, 5]) * Rows + 1
 
             def missing() -> list[bool]:
@@ -281,7 +281,7 @@ def test_rows_are_taken_while_their_segment_goes(
                 found: list[bool] = apart.take(ids, [0])[0].is_null().to_pylist()
                 return found
 
-            rb.storage.give_up(np.array([3, 4]))
+            rb.storage.retention.delete(np.array([3, 4]))
             assert missing() == [False, True, True, False, False]
             views = apart.views(0, Rows + 1, 4 * Rows)
             assert [(len(view), view.null_count) for view in views] == [
@@ -291,7 +291,7 @@ def test_rows_are_taken_while_their_segment_goes(
             # Space is given back late: no gap is told of any more, and a segment is older than what is
             # missed.
             monkeypatch.setattr(writer.SegmentWriter, "give_up", lambda self: None)
-            rb.storage.give_up(np.array([1, 2]))
+            rb.storage.retention.delete(np.array([1, 2]))
             assert not rb.storage.window.gaps
             assert list(segments(store_path)) == [1, 1 + 4 * Rows, 1 + 6 * Rows]
             assert missing() == [False, True, True, False, False]
@@ -314,7 +314,7 @@ def test_a_damaged_batch_keeps_its_sum(store_path: Path) -> None:
     at = data.rindex(b"4 4 4 ")
     path.write_bytes(data[:at] + b"7" + data[at + 1 :])
     with expstore.open(store_path) as rb:
-        rb.storage.give_up(np.array([1, 3]))
+        rb.storage.retention.delete(np.array([1, 3]))
     assert list(segments(store_path)) == [1, 1 + 2 * Rows, 1 + 4 * Rows]
     assert path.stat().st_size == len(data)
     (found,) = verify(store_path)
@@ -324,7 +324,7 @@ def test_a_damaged_batch_keeps_its_sum(store_path: Path) -> None:
 
 def test_by_bytes_the_oldest_leave(store_path: Path) -> None:
     rb = filled(store_path, 20, layout="flat")
-    each = rb.storage.bytes_per_row()
+    each = rb.storage.retention.bytes_per_row()
     rb.extend(episode(21, ends=False))
     rb.retain({"bytes": int(6 * Rows * each)})
     rb.apply_retention()
@@ -464,7 +464,7 @@ def test_where_no_policy_can_be(store_path: Path) -> None:
         with pytest.raises(StateError, match="keeps its last 10 rows"):
             rb.retain({"age": 1})
         with pytest.raises(StateError, match="is a ring"):
-            rb.storage.give_up(np.array([1]))
+            rb.storage.retention.delete(np.array([1]))
     with pytest.raises(StateError, match="keeps its last 10 rows"):
         expstore.open(store_path, retain={"age": 1})
     with pytest.raises(ValueError, match="mode='r'"):
@@ -531,7 +531,7 @@ def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch
         rows["number"] = torch.arange(8000) // 8 + 1
         rb.extend(rows)
         drawn = rb.sample(64)["number"].numpy()
-        rb.storage.give_up(np.arange(2, 1000, 2))
+        rb.storage.retention.delete(np.arange(2, 1000, 2))
         live = np.setdiff1d(np.arange(1, 1001), np.arange(2, 1000, 2))
         ids = (live[:, None] * 8 - 7 + np.arange(8)).ravel()
         assert len(rb.storage.window.gaps) == 499
@@ -587,7 +587,7 @@ class Kept:
                 rb.apply_retention()
         elif what == "bytes":
             if rb is not None:
-                rb.retain({"bytes": int(one * rb.storage.bytes_per_row()) + 1})
+                rb.retain({"bytes": int(one * rb.storage.retention.bytes_per_row()) + 1})
                 rb.apply_retention()
             for oldest in sorted(self.rows):
                 if sum(self.rows.values()) <= one:

@@ -27,7 +27,7 @@ def test_without_the_debug_mode_locks_are_the_plain_ones(store_path: Path) -> No
     assert order.ranked("extend", fair) is fair
     storage = ZarrStorage(store_path, 10)
     assert isinstance(storage.lock, type(threading.RLock()))
-    assert isinstance(storage.episode_lock, type(threading.Lock()))
+    assert isinstance(storage.locks.episodes, type(threading.Lock()))
     storage.close()
 
 
@@ -99,5 +99,5 @@ class TestChecked:
 
     def test_a_storage_has_such_locks(self) -> None:
         storage = MemoryStorage(10)
-        with storage.episode_lock, pytest.raises(LockOrderError, match=r"'episodes' takes 'storage'"):
+        with storage.locks.episodes, pytest.raises(LockOrderError, match=r"'episodes' takes 'storage'"):
             storage.lock.acquire()

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ def test_side_by_side_the_error_stays_within_its_bounds(store_path: Path) -> Non
     class Watching(MemoryStorage):
         def __init__(self, capacity: int) -> None:
             super().__init__(capacity)
-            self.draws = DrawState(sink=self)  # type: ignore[arg-type]
+            self._adopt(replace(self.state, draws=DrawState(sink=self)))  # type: ignore[arg-type]
 
         def note_draw(self, number: int) -> None:
             pass

@@ -25,6 +25,7 @@ from expstore.errors import SchemaError, StackError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.memory import MemoryStorage
+from tests.support.flat_storages import flatten_dims
 from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
 
 
@@ -99,7 +100,7 @@ def test_rows_may_come_in_several_forms(form: str) -> None:
 def test_time_and_lanes_of_lazy_stacks_are_rows() -> None:
     lanes = [rollouts(0, 3), rollouts(3, 3)]
     storage = TypedMemory(100)
-    storage.flatten = True
+    flatten_dims(storage)
     rb = TensorDictReplayBuffer(storage=storage, batch_size=4)
     rb.extend(lazy_stack([lazy_stack(list(lane.unbind(0))) for lane in lanes]))
     assert plain(rb[:]) == plain(rollouts(0, 6))

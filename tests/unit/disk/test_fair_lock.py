@@ -54,14 +54,14 @@ def test_rows_come_in_the_order_in_which_threads_asked() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(1000))
     expected = []
     for _ in range(10):
-        with rb.storage.turn:
+        with rb.storage.locks.extend:
             threads = []
             for waiting in range(6):
                 number = len(expected)
                 expected.append(number)
                 batch = TensorDict({"number": torch.tensor([number])}, [1])
                 threads.append(start(lambda batch=batch: rb.extend(batch)))
-                wait_for(rb.storage.turn, waiting + 1)
+                wait_for(rb.storage.locks.extend, waiting + 1)
         for thread in threads:
             thread.join(SECONDS)
     assert rb[:]["number"].tolist() == expected

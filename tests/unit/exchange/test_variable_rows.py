@@ -153,7 +153,7 @@ def bits(array: Any) -> Any:
 
 def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> ArrowStorage:
     storage = prepare(ArrowStorage(path, **options), schema)
-    with storage.turn, storage.lock:
+    with storage.locks.extend, storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(len(columns[0])), source=None, info="")
     return storage
 

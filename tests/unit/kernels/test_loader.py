@@ -53,7 +53,7 @@ def test_a_packed_column_loads_its_loops(tmp_path: Path) -> None:
     frames = torch.zeros(40, 64, 64, dtype=torch.uint8)
     with expstore.open(tmp_path / "run.exp", layout="packed") as rb:
         rb.extend(TensorDict({"frame": frames}, [40]))
-        (column,) = (found for found in rb.storage.columns.columns if isinstance(found, PackedColumn))
+        (column,) = (found for found in rb.storage.state.columns.columns if isinstance(found, PackedColumn))
         column._load()
         loops = (column._take_rows, column._take_distances, column._pack_chunks)
         assert all(map(callable, loops))
@@ -66,7 +66,7 @@ def test_a_packed_column_loads_its_loops(tmp_path: Path) -> None:
 def test_segments_load_their_loops(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", storage="arrow", compression="lz4") as rb:
         rb.extend(TensorDict({"text": NonTensorStack("a", "bc", "d")}, [3]))
-        segments = rb.storage.columns.segments
+        segments = rb.storage.state.columns.segments
         segments._load()
         assert segments._loops is importlib.import_module("expstore.kernels.gather_runs")
         assert segments._unpacking is importlib.import_module("expstore.kernels.arrow_decode")

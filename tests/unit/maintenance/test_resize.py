@@ -301,7 +301,7 @@ def test_counts_stay(tmp_path: Path, new: int | None) -> None:
     def counts(rb: TensorDictReplayBuffer) -> np.ndarray:
         storage: Any = rb.storage
         window = storage.window
-        return np.concatenate(storage.sampled.views(storage.geometry.runs(window.low + 1, window.size)))
+        return np.concatenate(storage.state.sampled.views(storage.geometry.runs(window.low + 1, window.size)))
 
     with buffer(path, 60, sampler=ConsumingSampler(3)) as rb:
         for first in range(0, 90, 15):

@@ -57,7 +57,7 @@ def numbers(rb: Any, batches: int) -> list[list[int]]:
 def counts(rb: Any) -> dict[int, int]:
     """How often each row that can be read was handed out, by its number."""
     pieces = rb.storage.geometry.runs(rb.storage.window.low + 1, rb.storage.window.size)
-    held = np.concatenate(rb.storage.sampled.views(pieces)).tolist()
+    held = np.concatenate(rb.storage.state.sampled.views(pieces)).tolist()
     return {int(ids) - 1: n for ids, n in zip(rb.storage.window.ids(), held, strict=True)}
 
 
@@ -111,7 +111,7 @@ def test_every_row_that_is_left_has_the_same_chance() -> None:
     """20,000 batches of 5 of 20 rows: a bias of 5 % is four standard deviations."""
     rb = memory_buffer(40, seed=SEED, consume_after_n_samples=1 << 30, batch_size=5)
     rb.extend(numbered_rows(30))
-    rb.storage.sampled.put([(20, 0, 10)], np.full(10, 1 << 30, np.uint32))
+    rb.storage.state.sampled.put([(20, 0, 10)], np.full(10, 1 << 30, np.uint32))
     found, pairs = np.zeros(30), np.zeros((30, 30))
     for _ in range(20_000):
         drawn = rb.sample()["number"].numpy()
@@ -180,7 +180,7 @@ def test_one_that_is_attached_later_counts_from_there(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=60, seed=SEED, batch_size=7) as rb:
         rb.extend(numbered_rows(100))
         rb.sample()
-        assert rb.storage.sampled is None
+        assert rb.storage.state.sampled is None
         assert "_sampled" not in rb.sql("SELECT * FROM transitions").df().columns
         assert not (tmp_path / "a.exp" / COLUMN).exists()
     with opened(tmp_path / "a.exp", count=1) as rb:
@@ -217,18 +217,18 @@ def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
         for each in (rb, whole):
             each.extend(numbered_rows(90))
         assert numbers(rb, 3) == numbers(whole, 3)
-        rb.storage.note_interruption()
+        rb.storage._note_interruption()
         assert numbers(rb, 3) == numbers(whole, 3)
-        keep = rb.storage.sampled._keep
+        keep = rb.storage.state.sampled._keep
 
         def interrupted(slots: np.ndarray, values: np.ndarray) -> None:
             keep(slots, values)
             raise KeyboardInterrupt
 
-        rb.storage.sampled._keep = interrupted
+        rb.storage.state.sampled._keep = interrupted
         with pytest.raises(KeyboardInterrupt):
             rb.sample()
-        rb.storage.sampled._keep = keep
+        rb.storage.state.sampled._keep = keep
         whole.storage.draws.next()
         assert counts(rb) == counts(whole)
         assert numbers(rb, 3) == numbers(whole, 3)
@@ -285,7 +285,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only supports"):
         expstore.open(tmp_path / "a.exp", sampler=PrioritizedSampler(), consume_after_n_samples=1)
     assert not (tmp_path / "a.exp").exists()
-    assert storage.sampled is None
+    assert storage.state.sampled is None
     own = ConsumingSampler(np.int64(2))
     assert ReplayBuffer(storage=storage, sampler=own, consume_after_n_samples=2).sampler is own
     assert repr(pickle.loads(pickle.dumps(own))) == "ConsumingSampler(max_sample_count=2)"
@@ -483,7 +483,7 @@ def test_killed_at_any_moment_nothing_that_was_returned_is_forgotten(tmp_path: P
                 assert more.items() <= dict.fromkeys(numbers(whole, 1)[0], 1).items()
             else:
                 assert not more
-            whole.storage.sampled.put([(0, 0, 3000)], np.array(list(found.values()), np.uint32))
+            whole.storage.state.sampled.put([(0, 0, 3000)], np.array(list(found.values()), np.uint32))
             whole.sampler.attach(whole.storage)
             for _ in range(50):
                 assert again.sample(20)["number"].tolist() == whole.sample(20)["number"].tolist()
@@ -505,7 +505,7 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
         rb.extend(numbered_rows(turn, 50))
         rb.sample(40)
         rb.flush()
-        column = rb.storage.sampled.column.files[0]
+        column = rb.storage.state.sampled.column.files[0]
         rb.extend(numbered_rows(count, 50 + turn))
         assert rb.storage.geometry.slot_of(np.array([rb.storage.last])) == count - 1
         tell(sorted(n for n, counted in counts(rb).items() if counted))
@@ -518,7 +518,7 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
         with opened(path, count=1) as rb:
             assert sorted(n for n, counted in counts(rb).items() if counted) == older
             assert all(n < rb.storage.last - count for n in older)
-            sampled = rb.storage.sampled
+            sampled = rb.storage.state.sampled
             np.testing.assert_array_equal(sampled.column.read(0, sampled.values.size), sampled.values)
     assert verify(path) == []
 
@@ -647,20 +647,20 @@ def test_the_compiled_loop_fails_like_the_plain_one(tmp_path: Path, monkeypatch:
         rb.storage.disk._load_kernel()
         rb.sample(500)
         before = counts(rb)
-        held = rb.storage.sampled.column.files[1]
+        held = rb.storage.state.sampled.column.files[1]
         fd, held.fd = held.fd, os.open(held.path, os.O_RDONLY)
         stands = []
         for _ in range(3):
             with pytest.raises(StorageError, match="cannot write to"):
                 rb.sample(500)
-            stands.append(sum(rb.storage.sampled.column.read(0, 6000).tolist()))
+            stands.append(sum(rb.storage.state.sampled.column.read(0, 6000).tolist()))
             rb.flush()
         assert counts(rb) == before
         assert max(stands) > sum(before.values()), "some were counted on disk only"
         os.close(held.fd)
         held.fd = fd
         rb.flush()
-        assert rb.storage.sampled.column.read(0, 6000).tolist() == list(before.values())
+        assert rb.storage.state.sampled.column.read(0, 6000).tolist() == list(before.values())
         rb.sample(500)
         after = counts(rb)
         assert sum(after.values()) == 1000
@@ -679,7 +679,7 @@ def test_a_slot_whose_count_a_failure_has_raised_begins_at_0(tmp_path: Path) -> 
         with pytest.raises(StorageError):
             rb.sample()
         disk.acts = ()
-        storage.sampled.settle = lambda: None
+        storage.state.sampled.settle = lambda: None
         for first in range(100, 200 + storage.geometry.spare, 50):
             rb.extend(numbered_rows(50, first))
         assert sorted(counts(rb).values()) == [0] * 100

@@ -890,7 +890,7 @@ def test_nothing_is_evaluated_while_a_process_forks(monkeypatch: pytest.MonkeyPa
     ask, asked = Filter._ask, []
 
     def slow(self: Filter, storage: Any, ids: Any, facts: Any) -> Any:
-        with storage.episode_lock:  # in the child it would be locked for ever
+        with storage.locks.episodes:  # in the child it would be locked for ever
             begun.set()
             forks.wait(0.5)  # the fork is to come after this, however long it takes
         asked.append(os.getpid())
@@ -902,7 +902,7 @@ def test_nothing_is_evaluated_while_a_process_forks(monkeypatch: pytest.MonkeyPa
     assert begun.wait(LIMIT)
     child = os.fork()
     if not child:
-        free = rb.storage.episode_lock.acquire(timeout=LIMIT)
+        free = rb.storage.locks.episodes.acquire(timeout=LIMIT)
         os._exit(0 if free and asked else 1)
     forks.set()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -24,6 +24,7 @@ from expstore import (
 from expstore.buffers.rng import Draws
 from expstore.core.id_set import Gaps
 from tests.support.chi_square import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
+from tests.support.flat_storages import flatten_dims
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, Slice
 
 #: Rows per batch, about.
@@ -41,7 +42,7 @@ class Kept:
     def __init__(self, sampler: Any, capacity: int | None) -> None:
         self.model = Model(capacity, Fields(trajectories=False))
         storage = MemoryStorage(capacity, seed=1)
-        storage.flatten = True
+        flatten_dims(storage)
         self.rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
 
     def put(self, lengths: tuple[int, ...], lanes: int = 1, *, ends: bool = True) -> None:
@@ -113,7 +114,7 @@ def with_gaps(sampler: Any) -> Kept:
         storage: Any = kept.rb.storage
         storage._state.window = replace(storage.window, gaps=storage.window.gaps.joined(Gaps.of([gap])))
         storage.episodes.give_up(Gaps.of([gap]))
-        storage.upheavals += 1
+        storage.epochs.deleted += 1
         kept.model.give_up(first, count)
     return kept
 

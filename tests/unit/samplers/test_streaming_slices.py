@@ -19,6 +19,7 @@ from expstore import MemoryStorage, StreamingSliceSampler, TensorDictReplayBuffe
 from expstore.core import tuning
 from expstore.errors import NotReadyError, StateError
 from tests.support.batches import memory_buffer, steps
+from tests.support.flat_storages import flatten_dims
 
 values = partial(steps, key="value")
 
@@ -53,7 +54,7 @@ def test_slices_do_not_cross_episodes_and_leave_what_is_over() -> None:
 
 def test_interleaved_lanes_are_told_apart() -> None:
     storage = MemoryStorage(100, seed=4)
-    storage.flatten = True
+    flatten_dims(storage)
     rb = TensorDictReplayBuffer(storage=storage, sampler=StreamingSliceSampler(slice_len=3))
     for start in (0, 2, 4):
         rb.extend(torch.stack([values(2, start), values(2, 100 + start)]))

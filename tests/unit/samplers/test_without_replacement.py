@@ -102,7 +102,7 @@ def test_rows_given_up_before_others_take_their_places() -> None:
     rb.extend(numbered_rows(10))
     generator = Draws(1).generator(0)
     selection = rb.sampler.sample(rb.storage, 4, generator)
-    rb.storage.retire(6)
+    rb.storage._retire(6)
     again = rb.sampler.sample_again(rb.storage, selection, generator)
     assert sorted(again.ids.tolist()) == [7, 8, 9, 10]
 

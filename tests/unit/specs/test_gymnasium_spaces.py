@@ -34,6 +34,7 @@ from expstore import (
 )
 from expstore.collectors.gymnasium import Collector
 from expstore.specs.gymnasium_spaces import from_space, to_space
+from tests.support.flat_storages import flatten_dims
 
 shapes = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
 
@@ -235,7 +236,7 @@ def test_a_collector_keeps_specs_of_what_transforms_leave_as_it_is() -> None:
             return td.exclude(("next", "observation"))
 
     rb = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(100), transform=Narrow())
-    rb.storage.flatten = True
+    flatten_dims(rb.storage)
     with Collector(gymnasium.make_vec("CartPole-v1", num_envs=2), None, rb, seed=0) as collector:
         collector.collect(20)
     assert rb.specs is not None

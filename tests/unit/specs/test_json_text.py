@@ -40,6 +40,7 @@ from expstore.specs import (
 )
 from expstore.specs.json_text import from_text, to_text
 from expstore.specs.torchrl_specs import from_env, from_torchrl, to_torchrl
+from tests.support.flat_storages import flatten_dims
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -301,7 +302,7 @@ def test_rows_of_torchrls_collectors_fit_the_specs_of_their_environment() -> Non
 
     for env in (make(), SerialEnv(2, make)):
         rb = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(200))
-        rb.storage.flatten = True
+        flatten_dims(rb.storage)
         rb.set_specs(from_env(env))
         env.set_seed(0)
         rb.extend(env.rollout(20, break_when_any_done=False), validate="domain")

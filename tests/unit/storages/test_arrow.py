@@ -24,7 +24,7 @@ from expstore.schema.arrow_types import ragged_text
 from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.arrow import ArrowStorage
-from expstore.storages.base import Storage, sizes_of_rows
+from expstore.storages.base import Storage
 from expstore.storages.columns.arrow import writer
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.follower import FollowerStorage
@@ -178,8 +178,10 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.sync()
     storage.sync()
     assert len(segments(storage.path)) <= 3 < len(names)
-    assert storage.columns.segments is not None
-    assert all(s.last > storage.last - storage.geometry.slots for s in storage.columns.segments.segments)  # type: ignore[operator]
+    assert storage.state.columns.segments is not None
+    assert all(
+        s.last > storage.last - storage.geometry.slots for s in storage.state.columns.segments.segments
+    )  # type: ignore[operator]
     check(storage, window_ids(storage))
     storage.close()
     storage = new(tmp_path / "a.exp")
@@ -213,7 +215,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
     for _ in range(20):
         storage.sync()
         put(storage, 1)
-    found = storage.columns.segments
+    found = storage.state.columns.segments
     assert found is not None
     assert sum(len(segment.headers) for segment in found.segments) < 250
     assert len(found.segments) < 5
@@ -244,12 +246,12 @@ def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None,
     storage.sync()
     check(storage, window_ids(storage))
     monkeypatch.setattr(storage.disk, "gate", real)
-    assert storage.columns.segments is not None
-    batches = sum(len(segment.headers) for segment in storage.columns.segments.segments)
+    assert storage.state.columns.segments is not None
+    batches = sum(len(segment.headers) for segment in storage.state.columns.segments.segments)
     for _ in range(4):  # one segment per sync
         put(storage, 1)
         storage.sync()
-    assert sum(len(segment.headers) for segment in storage.columns.segments.segments) < batches - 20
+    assert sum(len(segment.headers) for segment in storage.state.columns.segments.segments) < batches - 20
     check(storage, window_ids(storage))
     storage.close()
 
@@ -332,7 +334,7 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
     for _ in range(12):
         put(storage, 1)
     storage.drain()
-    found = storage.columns.segments
+    found = storage.state.columns.segments
     assert found is not None
     for last in (42 - lost, 30, 29):
         path = leave(storage, tmp_path)
@@ -543,7 +545,7 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     storage = new(tmp_path / "a.exp", compression=compression)
     for _ in range(6):
         put(storage, 30)
-    found = storage.columns.segments
+    found = storage.state.columns.segments
     assert found is not None
     chosen = found.segments[0 if where == "first" else 1]
     number = len(chosen.headers) // 2
@@ -732,7 +734,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
     columns[2] = pa.array(long, pa.list_(pa.int32()))
     with storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
-    found = storage.columns.segments
+    found = storage.state.columns.segments
     assert found is not None
     found._load()
     monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
@@ -753,7 +755,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
 def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any) -> None:
     storage = new(tmp_path / "a.exp", compression=packing)
     put(storage, 300)
-    found = storage.columns.segments
+    found = storage.state.columns.segments
     assert found is not None
     chosen = found.segments[0]
     assert len(chosen.headers) > 2
@@ -787,15 +789,15 @@ def test_sizes_of_rows_follow_from_offsets(tmp_path: Path, compression: Any) -> 
         ids = rng.integers(1, rows + 1, 500)
         places = [storage.place_of((name,)) for name in parts]
         wanted = sum(row_sizes(column) for column in storage.read(ids, places))
-        segments = storage.columns.segments
+        segments = storage.state.columns.segments
         segments._load()
-        assert (sizes_of_rows(storage, ids) == wanted).all()
+        assert (storage.sizes_of(ids) == wanted).all()
         segments._loops = segments._unpacking = None
-        assert (sizes_of_rows(storage, ids) == wanted).all()
-        assert (Storage._sizes_of(storage, ids) == wanted).all()
-        assert sizes_of_rows(storage, ids[:0]).shape == (0,)
+        assert (storage.sizes_of(ids) == wanted).all()
+        assert (Storage.sizes_of(storage, ids) == wanted).all()
+        assert storage.sizes_of(ids[:0]).shape == (0,)
         with expstore.open(tmp_path / "run.exp", mode="r") as reader:
-            assert (sizes_of_rows(reader.storage, ids) == wanted).all()
+            assert (reader.storage.sizes_of(ids) == wanted).all()
     with expstore.ReplayBuffer(storage=MemoryStorage(10)) as ram:
         ram.extend(TensorDict({"n": torch.arange(3)}, [3]))
-        assert sizes_of_rows(ram.storage, np.arange(1, 4)).tolist() == [0, 0, 0]
+        assert ram.storage.sizes_of(np.arange(1, 4)).tolist() == [0, 0, 0]

@@ -25,6 +25,7 @@ from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import NotReadyError, StateError
 from expstore.storages import FollowerStorage, ZarrStorage
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.control_page import StatePage
 from tests.support.followed_stores import check_rows, contents, rows
 from tests.support.tuned import set_spare_slots
@@ -97,7 +98,7 @@ def test_a_row_that_comes_alone_shows_when_it_is_in_the_columns(
 ) -> None:
     with expstore.open(store_path, capacity=50) as rb, monkeypatch.context() as patch:
         put(rb, rows(20))
-        patch.setattr(ZarrStorage, "drain", lambda self: None)
+        patch.setattr(OpenStore, "drain", lambda *_: None)
         with expstore.open(store_path, mode="r") as seen:
             rb.add(rows(1, 20)[0])
             assert len(rb) == 21
@@ -119,7 +120,7 @@ def test_small_batches_show_when_they_are_in_the_columns(
     with expstore.open(store_path, capacity=50) as rb, monkeypatch.context() as patch:
         put(rb, batch)
         if later:
-            patch.setattr(ZarrStorage, "drain", lambda self: None)
+            patch.setattr(OpenStore, "drain", lambda *_: None)
         with expstore.open(store_path, mode="r") as seen:
             rb.extend(batch[:count])
             seen.refresh()
@@ -130,14 +131,14 @@ def test_small_batches_show_when_they_are_in_the_columns(
 
 
 def test_small_batches_show_by_themselves(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drained, inner = threading.Event(), ZarrStorage.drain
+    drained, inner = threading.Event(), OpenStore.drain
 
-    def noting(storage: ZarrStorage) -> None:
-        inner(storage)
-        if storage.last == 24:
+    def noting(rows: OpenStore, *given: Any) -> None:
+        inner(rows, *given)
+        if rows.last == 24:
             drained.set()
 
-    monkeypatch.setattr(ZarrStorage, "drain", noting)
+    monkeypatch.setattr(OpenStore, "drain", noting)
     with expstore.open(store_path, capacity=50) as rb:
         rb.extend(rows(20))
         with expstore.open(store_path, mode="r") as seen:
@@ -261,7 +262,7 @@ def test_rows_in_change_are_waited_for(
 ) -> None:
     rb, seen = pair
     monkeypatch.setattr(tuning, "CHANGE_SECONDS", 0.05)
-    with rb.storage.changing(np.array([4, 7])):
+    with rb.storage._changing(np.array([4, 7])):
         assert seen[3]["a"] == 3
         assert seen[8]["a"] == 8
         with pytest.raises(StateError, match="is changing these rows"):
@@ -278,7 +279,7 @@ def test_a_change_that_failed_is_not_shown(
     rb, seen = pair
     monkeypatch.setattr(tuning, "CHANGE_SECONDS", 0.05)
     with monkeypatch.context() as patch:
-        patch.setattr(ZarrStorage, "_overwrite", lambda self, *_: 1 / 0)
+        patch.setattr(OpenStore, "overwrite", lambda self, *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rb[4] = rows(1, 1000)[0]
     with pytest.raises(StateError, match="is changing these rows"):
@@ -293,7 +294,7 @@ def test_a_sample_that_is_overtaken_is_drawn_again(
 ) -> None:
     rb, seen = pair
     put(rb, rows(60, 20))
-    real, done = FollowerStorage._take, []
+    real, done = FollowerStorage.take, []
 
     def take(self: FollowerStorage, *arguments: Any) -> Any:
         found = real(self, *arguments)
@@ -303,7 +304,7 @@ def test_a_sample_that_is_overtaken_is_drawn_again(
                 put(rb, rows(1, int(rb.storage.last)))
         return found
 
-    monkeypatch.setattr(FollowerStorage, "_take", take)
+    monkeypatch.setattr(FollowerStorage, "take", take)
     check_rows(seen.sample())
     assert seen.stats()["redraws"] == (2 if moves == 200 else 0)
 
@@ -339,7 +340,7 @@ def test_reading_everything_while_it_is_overwritten(
 ) -> None:
     rb, seen = pair
     put(rb, rows(60, 20))
-    spare, real = rb.stats()["spare"], FollowerStorage._take
+    spare, real = rb.stats()["spare"], FollowerStorage.take
 
     def take(self: FollowerStorage, *arguments: Any) -> Any:
         found = real(self, *arguments)
@@ -347,7 +348,7 @@ def test_reading_everything_while_it_is_overwritten(
             put(rb, rows(spare, int(rb.storage.last)))
         return found
 
-    monkeypatch.setattr(FollowerStorage, "_take", take)
+    monkeypatch.setattr(FollowerStorage, "take", take)
     with pytest.raises(StateError, match="faster than they can be read"):
         seen["a"]
 
@@ -434,7 +435,7 @@ def change_and_die(path: Path) -> None:
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ZarrStorage._overwrite = die  # type: ignore[method-assign]
+    OpenStore.overwrite = die  # type: ignore[method-assign]
     rb[torch.tensor([4, 5, 9])] = rows(3, 1000)
 
 
@@ -510,15 +511,15 @@ def test_after_a_power_cut_in_an_extend_longer_than_the_ring(
         rb.storage.engine.background.stop()  # type: ignore[attr-defined]
         rb.extend(rows(20))
         rb.flush()
-        publish = rb.storage._publish
+        record = rb.storage._commit_record
 
-        def publish_and_die(*args: Any) -> None:
+        def record_and_die(*args: Any) -> Any:
             # Such an extend ends with a sync.
             die = lambda store: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
             rb.storage.engine.checkpointer._checkpoint = die  # type: ignore[attr-defined]
-            publish(*args)
+            return record(*args)
 
-        rb.storage._publish = publish_and_die  # type: ignore[method-assign]
+        rb.storage._commit_record = record_and_die  # type: ignore[method-assign]
         rb.extend(rows(90_000, 20))
 
     in_a_fork(work)

@@ -185,8 +185,8 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     rb.extend(rows(20, 20))
     with pytest.raises(expstore.LockedError, match="index.duckdb is open in .*close it there"):
         rb.sql("SELECT 1")
-    newest = rb.storage.journal.sync_files()[-1]
-    rb.storage.engine.checkpointer._truncate(rb.storage, newest)  # as a checkpoint does
+    newest = rb.storage.state.journal.sync_files()[-1]
+    rb.storage.engine.checkpointer._truncate(rb.storage.engine, newest)  # as a checkpoint does
     rb.extend(rows(3, 40))
     rb.flush()
     rb.sample()
@@ -245,7 +245,7 @@ def test_done_is_stored_as_any_flag(tmp_path: Path) -> None:
             rb.extend(numbered_rows(40, next={key: flag[:, None] for key, flag in after.items()}))
             rb[:5] = rb[:5].set(("next", "terminated"), torch.zeros(5, 1, dtype=torch.bool))
             rb.flush()
-            group = rb.storage.columns
+            group = rb.storage.state.columns
             blank = {column.entry.key[-1] for column in group.columns if column.blank}
             assert blank == (set(given) if name == "never" and not group.fills else set())
             assert rb.sql('SELECT sum("next".done::INT) FROM transitions').fetchall() == [

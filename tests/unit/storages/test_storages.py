@@ -30,6 +30,7 @@ from expstore.storages import base
 from expstore.storages.base import Storage
 from expstore.storages.columns import column_set, flat
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
@@ -247,16 +248,17 @@ def test_a_long_extend_gives_up_only_what_it_must(
     for _ in range(4):
         put(storage, 5)
     seen: list[Any] = []
-    real = storage._put
+    real = storage._reserve
 
-    def watch(rows: Any, skipped: int) -> Any:
-        seen.append((storage.window.low, storage.window.last, storage.horizon, skipped))
+    def watch(rows: Any) -> int:
+        skipped = real(rows)
+        seen.append((storage.window.low, storage.window.last, storage.state.horizon, skipped))
         ids = window_ids(storage)
         assert storage.intact(ids)
         check(storage, ids)
-        return real(rows, skipped)
+        return skipped
 
-    monkeypatch.setattr(storage, "_put", watch)
+    monkeypatch.setattr(storage, "_reserve", watch)
     put(storage, 12)
     put(storage, 23)
     assert seen == [(12, 25, 37, 0), (35, 37, 60, 3)]
@@ -300,7 +302,7 @@ def test_rows_changed_while_they_are_read_are_read_again(
 ) -> None:
     storage = make(20)
     ids = put(storage, 10)
-    real = storage._take
+    real = storage.take
     version = 0
 
     def torn(slots: np.ndarray, places: Any) -> list[np.ndarray]:
@@ -312,7 +314,7 @@ def test_rows_changed_while_they_are_read_are_read_again(
             storage.change(ids, range(4), [np.ascontiguousarray(c) for c in values_of(ids, version)])
         return [found[0], *real(slots, places)[1:]]
 
-    monkeypatch.setattr(storage, "_take", torn)
+    monkeypatch.setattr(storage, "take", torn)
     for often in (1, 3):
         version = 0
         check(storage, ids, often)
@@ -481,8 +483,8 @@ def test_a_wide_column_read_while_it_moves(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
     storage = prepare(ZarrStorage(tmp_path / "run.exp"), SCHEMA)
     put(storage, 8000)
-    assert storage.columns is not None
-    wide = storage.columns.columns[2]
+    assert storage.state.columns is not None
+    wide = storage.state.columns.columns[2]
     real = flat.AddressRange.array
     grown = False
 
@@ -679,22 +681,22 @@ def test_names_of_shards_that_an_extend_under_way_has_made_are_synced(
     storage.sync()
     storage.sync()  # nothing is left to do
     named: set[Path] = set()
-    sync_dir, publish = Disk.sync_dir, storage._publish
+    sync_dir, record = Disk.sync_dir, storage._commit_record
 
     def note(disk: Disk, path: Path) -> None:
         named.add(path)
         sync_dir(disk, path)
 
-    def publish_late(*args: Any) -> None:
+    def record_late(*args: Any) -> Any:
         storage.sync()
-        publish(*args)
+        return record(*args)
 
     monkeypatch.setattr(Disk, "sync_dir", note)
-    monkeypatch.setattr(storage, "_publish", publish_late)
+    monkeypatch.setattr(storage, "_commit_record", record_late)
     put(storage, 30)
     storage.sync()
-    assert storage.columns is not None
-    assert {column.shard_path(0).parent for column in storage.columns.columns} <= named
+    assert storage.state.columns is not None
+    assert {column.shard_path(0).parent for column in storage.state.columns.columns} <= named
     storage.close()
 
 
@@ -743,13 +745,13 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
     real = column_set.ColumnGroup.open_shards
 
     def look(self: column_set.ColumnGroup) -> None:
-        assert storage.columns is not self
+        assert storage.state.columns is not self
         assert storage.changes % 2, "rows may be redone under a reader's eyes"
         check(storage, np.arange(1, 31))
         real(self)
 
     monkeypatch.setattr(column_set.ColumnGroup, "open_shards", look)
-    storage.note_interruption()
+    storage._note_interruption()
     put(storage, 1)
     check(storage, np.arange(1, 32))
     storage.close()
@@ -762,11 +764,11 @@ def test_priorities_that_could_not_be_written_are_written_later(tmp_path: Path) 
     disk.trap = fail("write", "priority")
     storage.set_priorities(np.array([7]), np.array([4.5]))
     with pytest.raises(StorageError):
-        storage.flush_priorities()
+        storage.engine.write_values()
     disk.trap = calm
-    storage.flush_priorities()
-    assert storage.columns is not None
-    assert storage.columns.columns[-1].view[6] == 4.5
+    storage.engine.write_values()
+    assert storage.state.columns is not None
+    assert storage.state.columns.columns[-1].view[6] == 4.5
     storage.close()
 
 
@@ -776,7 +778,7 @@ def test_an_interruption_does_not_lose_priorities_or_draws(tmp_path: Path) -> No
     storage.sync()
     draws = [storage.draws.next() for _ in range(5)]
     storage.set_priorities(np.array([7, 8]), np.array([4.5, 0.0]))
-    storage.note_interruption()
+    storage._note_interruption()
     put(storage, 1)
     assert storage.priorities.values[[6, 7, 8]].tolist() == [4.5, 0.0, 1.0]
     assert storage.draws.next() == draws[-1] + 1
@@ -829,7 +831,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
     put(storage, 2)
     wakes_child, wake = os.pipe()
     with monkeypatch.context() as patch:
-        patch.setattr(ZarrStorage, "drain", lambda self: None)  # as if a thread had added them just then
+        patch.setattr(OpenStore, "drain", lambda *_: None)  # as if a thread had added them just then
         pid = os.fork()
     if pid == 0:
         os.close(wake)
@@ -933,9 +935,9 @@ def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
     index = SlowIndex()
     storage.use_catalog(index)  # type: ignore[arg-type]
     put(storage, 10)
-    journal = storage.journal
-    with storage.episode_lock:
-        journal.start_segment(storage._base())
+    journal = storage.state.journal
+    with storage.locks.episodes:
+        journal.start_segment(storage.state.base_record(storage.manifest.generation, opening=False))
     cutting = threading.Thread(target=storage.sync)
     cutting.start()
     assert index.asked.wait(30)

@@ -293,7 +293,7 @@ def test_a_storage_that_cannot_be_made_leaves_nothing(
     def fail(*_: Any, **__: Any) -> None:
         raise StateError("no")
 
-    monkeypatch.setattr("expstore.storages.engine.store.JournaledStorage._open", fail)
+    monkeypatch.setattr("expstore.storages.engine.store.Store._open", fail)
     with pytest.raises(StateError, match="no"):
         LazyMemmapStorage(10)
     assert list(own_temporary_files.iterdir()) == []
@@ -357,7 +357,7 @@ if os.fork() == 0:
     del storage
     sys.exit()
 assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-worker = multiprocessing.get_context("fork").Process(target=lambda: storage.leave())
+worker = multiprocessing.get_context("fork").Process(target=lambda: storage._leave())
 worker.start()
 worker.join()
 assert worker.exitcode == 0

@@ -18,9 +18,8 @@ from hypothesis.stateful import run_state_machine_as_test
 from expstore import MemoryStorage, SchemaError, Storage, ZarrStorage
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray
-from expstore.storages.batch import Payload, Rows
+from expstore.storages.batch import Rows
 from expstore.storages.engine.open_settings import Settings
-from expstore.storages.engine.opening import Opened
 from expstore.testing import StorageSuite
 from expstore.testing.assertions import raises, same
 from expstore.testing.state_machine import machine_of
@@ -44,14 +43,15 @@ class OffByOne(MemoryStorage):
 
     def __init__(self, capacity: int | None = None, **options: Any) -> None:
         super().__init__(capacity, **options)
-        self.geometry = WrongRing(self.geometry.capacity, self.geometry.ndim)
+        ring = WrongRing(self.geometry.capacity, self.geometry.ndim)
+        self._describe(replace(self._description, geometry=ring))
 
 
 class Short(MemoryStorage):
     """A full ring has a row less than its capacity."""
 
-    def _publish(self, rows: Rows, skipped: int, payload: Payload) -> None:
-        super()._publish(rows, skipped, payload)
+    def _append(self, rows: Rows) -> None:
+        super()._append(rows)
         if self.window.size == self.capacity and self.capacity > 1:
             self._state.window = replace(self.window, low=self.window.low + 1)
 
@@ -59,12 +59,12 @@ class Short(MemoryStorage):
 class Torn(ZarrStorage):
     """One field of the newest row is lost when a store is opened again."""
 
-    def _check_opened(self, opened: Opened) -> None:
-        super()._check_opened(opened)
-        self.torn = opened.store.columns is not None
+    def _open(self, *, first: bool) -> None:
+        super()._open(first=first)
+        self.torn = self.state.columns is not None
 
-    def _take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        found = super()._take(slots, places)
+    def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
+        found = super().take(slots, places)
         if getattr(self, "torn", False) and places is None:
             found[1] = found[1].copy()
             found[1][slots == slots.max()] = 0
@@ -74,15 +74,17 @@ class Torn(ZarrStorage):
 class Forgetful(ZarrStorage):
     """Priorities are those of new rows when a store is opened again."""
 
-    def _check_opened(self, opened: Opened) -> None:
-        super()._check_opened(opened)
-        opened.store.priorities.values[:] = 1.0
+    def _open(self, *, first: bool) -> None:
+        super()._open(first=first)
+        self.priorities.values[:] = 1.0
 
 
 class Deaf(MemoryStorage):
     """Says that it changes rows, and does not."""
 
-    def _overwrite(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+    def _change(
+        self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
+    ) -> None:
         pass
 
 
@@ -105,8 +107,8 @@ class Neighbourly(MemoryStorage):
 class Open(MemoryStorage):
     """Can be written when it is closed."""
 
-    def check_writable(self) -> None:
-        pass
+    def writer(self) -> Open:
+        return self
 
 
 class Unlucky(MemoryStorage):

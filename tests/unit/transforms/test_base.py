@@ -171,7 +171,7 @@ def test_rows_from_some_on() -> None:
 def test_a_row_given_up_between_parts_an_episode() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20))
     rb.extend(trajectory_rows(1, 10))
-    rb.storage.retire(4)
+    rb.storage._retire(4)
     view = StepView(rb.storage, np.array([5, 9]))
     found, valid = view.at(view.ids, [-3, 0])
     assert found.tolist() == [[5, 5], [6, 9]]

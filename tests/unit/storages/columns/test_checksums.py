@@ -156,7 +156,7 @@ def test_equal_stamps_mean_equal_bytes(store_path: Path) -> None:
                 rb.extend(batch(count, first))
                 first += count
             rb.flush()
-            kept = rb.storage.checksums
+            kept = rb.storage.state.checksums
             held = columns_of(store_path)
             stamps = kept.stamps()
             assert (stamps[:, 1] > 0).any()
@@ -176,13 +176,13 @@ def test_untouched_blocks_keep_their_stamp(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(batch(3 * BLOCK, 0))
         rb.flush()
-        before = rb.storage.checksums.stamps()
+        before = rb.storage.state.checksums.stamps()
         rb.extend(batch(10, 0))
         rb.update_priority([1], 5.0)
         rb.flush()
         rb[BLOCK + 5] = batch(1, 7)[0]
         rb.flush()
-        after = rb.storage.checksums.stamps()
+        after = rb.storage.state.checksums.stamps()
     assert [bool((before[b] == after[b]).all()) for b in range(3)] == [True, False, True]
     assert after[3, 1] > 0
 
@@ -218,7 +218,7 @@ def test_blocks_of_rows_in_flight_are_given_up_or_summed(store_path: Path) -> No
         rb = expstore.open(store_path, capacity=40_000)
         rb.extend(batch(3000, 0))
         rb.flush()
-        rb.storage.columns.write(rb.storage.geometry.runs(3001, 2000), *filling(rb))
+        rb.storage.state.columns.write(rb.storage.geometry.runs(3001, 2000), *filling(rb))
 
     killed(write)
     (store_path / "STATE").write_bytes(bytes(4096))
@@ -256,7 +256,7 @@ def test_sums_of_shards_that_were_lost_are_dropped(store_path: Path) -> None:
 
 def filling(rb: TensorDictReplayBuffer) -> tuple[Any, Any, Any]:
     """2000 rows as columns, numbers and priorities, as an extend that was killed had written them."""
-    fields = rb.storage.columns.columns[:-5]
+    fields = rb.storage.state.columns.columns[:-5]
     columns = [np.full((2000, *c.entry.shape), 1, c.entry.numpy_dtype) for c in fields]
     return columns, np.ones((4, 2000), np.int64), np.ones(2000, np.float32)
 
@@ -265,12 +265,12 @@ def test_flags_that_are_never_set_are_not_read(store_path: Path, monkeypatch: py
     """A hole that was read takes memory; its sum is known."""
     with expstore.open(store_path) as rb:
         rb.extend(batch(5, 0))
-        blank = [c for c in rb.storage.columns.columns if c.blank]
+        blank = [c for c in rb.storage.state.columns.columns if c.blank]
         assert [c.entry.key for c in blank] == [("never",), ("next", "terminated")]
         for column in blank:
             monkeypatch.setattr(column, "view", None)
         rb.flush()
-        place = [c.entry.key for c in rb.storage.columns.columns].index(("never",))
+        place = [c.entry.key for c in rb.storage.state.columns.columns].index(("never",))
     assert entries_of(store_path)[0]["sums"][place] == zeros_sum(BLOCK) == google_crc32c.value(bytes(BLOCK))
 
 
@@ -278,9 +278,9 @@ def test_forgetting_all_rows_sums_nothing(store_path: Path, monkeypatch: pytest.
     with expstore.open(store_path, capacity=20_000) as rb:
         rb.extend(batch(20_000, 0))
         rb.flush()
-        before = rb.storage.checksums.stamps()
+        before = rb.storage.state.checksums.stamps()
         rb.empty()
-        assert (rb.storage.checksums.stamps() == before).all()
+        assert (rb.storage.state.checksums.stamps() == before).all()
         rb.extend(batch(10, 0))
     check(store_path, rows=range(20_000, 20_010), slots=24_096)
 

@@ -144,9 +144,15 @@ class World:
             elif what < 0.8:
                 yield self.empty
             elif what < 0.9:
-                yield lambda rb: rb.storage.archive_left()
+                yield copy_left
             else:
                 yield lambda rb: rb.flush()
+
+
+def copy_left(rb: Any) -> None:
+    """Bring what has left to the archive."""
+    if not isinstance(rb, Onlooker):
+        rb.storage.engine.archive_left()
 
 
 class Onlooker:
@@ -164,8 +170,6 @@ class Onlooker:
     def empty(self) -> None: ...
 
     def flush(self) -> None: ...
-
-    def archive_left(self) -> None: ...
 
 
 def live(world: World, chance: random.Random, *, killed: bool, onlooker: bool = False) -> None:
@@ -257,7 +261,7 @@ def test_rows_stay_in_the_ring_until_they_are_on_the_archives_disk(tmp_path: Pat
         storage = rb.storage
         for start in range(301, 500, 3):
             more_rows(rb, start, 3)
-            assert storage.archive.settled >= storage.horizon - storage.geometry.depth
+            assert storage.engine.archive.archive.settled >= storage.state.horizon - storage.geometry.depth
             assert ids_in(rb) == list(range(1, start + 3))
 
 
@@ -274,7 +278,7 @@ def test_a_reader_beside_the_writer_sees_both(tmp_path: Path) -> None:
 
 def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with filled(tmp_path / "run.exp", 300, kind="packed", archive=tmp_path / "old.exp") as rb:
-        rb.storage.archive_left()
+        rb.storage.engine.archive_left()
         read: list[int] = []
         own = base.Storage.read
 
@@ -354,16 +358,18 @@ def test_a_long_batch_passes_through_whole_or_not_at_all(
 ) -> None:
     path = tmp_path / "run.exp"
     with filled(path, 100, archive=tmp_path / "old.exp") as rb:
-        own = rb.storage._publish
+        own = rb.storage._commit_record
 
         def fail(*_: Any) -> None:
-            assert rb.storage.archive.through == 100 + 500 - CAPACITY  # they have come too early
+            assert (
+                rb.storage.engine.archive.archive.through == 100 + 500 - CAPACITY
+            )  # they have come too early
             raise StorageError("the disk is full")
 
-        monkeypatch.setattr(rb.storage, "_publish", fail)
+        monkeypatch.setattr(rb.storage, "_commit_record", fail)
         with pytest.raises(StorageError, match="full"):
             more_rows(rb, 101, 500, step=500)
-        monkeypatch.setattr(rb.storage, "_publish", own)
+        monkeypatch.setattr(rb.storage, "_commit_record", own)
         assert ids_in(rb) == list(range(1, 101))
         more_rows(rb, 101, 500, step=500)
         assert ids_in(rb) == list(range(1, 601))
@@ -398,11 +404,11 @@ def test_rows_that_came_too_early_may_be_changed_yet(tmp_path: Path, monkeypatch
             world.extend(rb, 20)
 
         def fail(through: int) -> None:
-            assert rb.storage.archive.through > rb.storage.window.low
+            assert rb.storage.engine.archive.archive.through > rb.storage.window.low
             raise StorageError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(rb.storage, "retire", fail)
+            patch.setattr(rb.storage, "_retire", fail)
             with pytest.raises(StorageError, match="full"):
                 rb.extend(rows(np.arange(101, 151), np.zeros(50, np.int64), "flat"))
         world.change(rb, np.arange(41, 60))
@@ -415,17 +421,17 @@ def test_rows_that_came_too_early_may_be_changed_yet(tmp_path: Path, monkeypatch
 def test_a_failing_archive_stops_who_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is lost, and all goes on when the disk does."""
     with filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp") as rb:
-        archive = rb.storage.archive.storage
-        own = archive._put
+        archive = rb.storage.engine.archive.storage
+        own = archive._append
 
         def fail(*_: Any) -> int:
             raise StorageError("the archive's disk is full")
 
-        monkeypatch.setattr(archive, "_put", fail)
+        monkeypatch.setattr(archive, "_append", fail)
         with pytest.raises(StorageError, match="archive's disk"):
             more_rows(rb, 101, 200)
         last = rb.storage.last
-        monkeypatch.setattr(archive, "_put", own)
+        monkeypatch.setattr(archive, "_append", own)
         assert ids_in(rb) == list(range(1, last + 1))
         more_rows(rb, last + 1, 200)
         assert ids_in(rb) == list(range(1, last + 201))

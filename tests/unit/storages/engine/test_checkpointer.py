@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +17,7 @@ from expstore.storages.engine.checkpointer import Checkpointer
 from expstore.storages.engine.health import Health
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.records import Mark
+from expstore.storages.locks import Locks
 from expstore.storages.stats import Counters
 
 Acts = list[str]
@@ -93,7 +93,7 @@ class Store:
     def __init__(self) -> None:
         self.acts: Acts = []
         self.disk, self.journal, self.part = Disk(self.acts), Journal(), Part(self.acts)
-        self.episode_lock, self.draws, self.counters = threading.Lock(), DrawState(), Counters()
+        self.locks, self.draws, self.counters = Locks(), DrawState(), Counters()
         self.last = 0
         self.health = Health(Path("run.exp"))
         pool = ThreadPoolExecutor(1)

@@ -236,7 +236,7 @@ def test_autoreset_and_lanes_are_found_by_their_bytes(tmp_path: Path) -> None:
     data = TensorDict(both, [steps, lanes], names=["time", None])
     with buffer(tmp_path / "a.exp", None) as rb:
         rb.extend(data, source="lanes")
-        column = rb.storage.columns.columns[rb.storage.place_of(("frame",))]
+        column = rb.storage.state.columns.columns[rb.storage.place_of(("frame",))]
         alike = np.isin(here, there).sum()
         assert (column.distances(np.arange(steps * lanes)) > 0).sum() == alike > 250
         assert torch.equal(rb[:]["frame"], half_noise_frames(here.reshape(-1)))
@@ -273,10 +273,10 @@ def test_rows_that_stay_outlive_those_with_which_they_lie(tmp_path: Path) -> Non
     with buffer(tmp_path / "run.exp", None) as rb:
         for number in range(1, 7):
             rb.extend(played(number))
-        assert rb.storage.give_up(np.array([2, 4, 6])).rows == 3 * length
+        assert rb.storage.retention.delete(np.array([2, 4, 6])).rows == 3 * length
         for number in (7, 8):
             rb.extend(played(number))
-        rb.storage.give_up(np.array([7]))
+        rb.storage.retention.delete(np.array([7]))
         kept = np.concatenate([np.arange(length * (n - 1), length * n) for n in (1, 3, 5, 8)])
         for _ in range(2):
             rows = rb[:]
@@ -334,17 +334,17 @@ def test_a_long_batch_that_ends_early_leaves_what_older_rows_lie_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, cut = tmp_path / "a.exp", tmp_path / "cut.exp"
-    publish = ZarrStorage._publish
+    record = ZarrStorage._commit_record
 
-    def leave(storage: ZarrStorage, *args: Any) -> None:
+    def leave(storage: ZarrStorage, *args: Any) -> Any:
         shutil.copytree(path, cut)
-        publish(storage, *args)
+        return record(storage, *args)
 
     with buffer(path) as rb:
         for first in range(0, 90, 10):
             rb.extend(batch(first, 10))
         with monkeypatch.context() as patch:
-            patch.setattr(ZarrStorage, "_publish", leave)
+            patch.setattr(ZarrStorage, "_commit_record", leave)
             rb.extend(batch(90, 48))
     with expstore.open(cut) as rb:  # rows 91 to 138 were never published, and had 58 older ones given up
         assert numbers_in(rb) == list(range(58, 90))
@@ -363,7 +363,7 @@ def test_rows_in_flight_hide_none_that_can_be_read(tmp_path: Path, shares: bool,
             rb.extend(batch(last, 1))
         rb.flush()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(storage, "_publish", stop)
+            patch.setattr(storage, "_commit_record", stop)
             with pytest.raises(InterruptedError):
                 rb.extend(batch(last + 1, storage.geometry.spare))
         with expstore.open(tmp_path / "a.exp", mode="r") as reader:

@@ -48,17 +48,20 @@ def test_an_opening_that_fails_leaves_what_was_open(
         rb.storage.count_sampled()
         rb.flush()
         storage = rb.storage
-        former, facts = storage._state, (storage.manifest, storage.draws, storage.schema, storage.takeovers)
+        former, facts = (
+            storage._state,
+            (storage.manifest, storage.draws, storage.schema, storage.epochs.content),
+        )
         with monkeypatch.context() as patched:
             patched.setattr(Opening, step, fail)
             before = open_files(store_path)
             for _ in range(3):
-                storage.note_interruption()
+                storage._note_interruption()
                 with pytest.raises(StorageError, match="not now"):
                     rb.extend(numbered_rows(1))
             assert open_files(store_path) == before
         assert storage._state is former
-        assert (storage.manifest, storage.draws, storage.schema, storage.takeovers) == facts
+        assert (storage.manifest, storage.draws, storage.schema, storage.epochs.content) == facts
         rb.extend(numbered_rows(2))
         assert storage._state is not former
         assert len(rb) == 42

@@ -183,8 +183,8 @@ def test_a_store_that_cannot_be_closed_does_not_keep_the_others_from_it(
         f"""
 keep = [held(expstore.open(path, capacity=100)), held(expstore.open({str(other)!r}, capacity=100))]
 for rb in keep: rb.extend(batch(10))
-def fail(): raise expstore.StorageError("no more")
-keep[0].storage.sync = fail
+def fail(*_): raise expstore.StorageError("no more")
+keep[0].storage.engine.checkpoint = fail
 import logging; logging.basicConfig()
 """,
     )
@@ -247,7 +247,7 @@ def test_a_lock_that_the_main_thread_holds_is_waited_for(store_path: Path) -> No
 rb = held(expstore.open(path, capacity=100)); rb.extend(batch(30))
 sync = rb.storage.sync
 rb.storage.sync = lambda: (sync(), say("flushed"))
-with rb.storage.episode_lock:
+with rb.storage.locks.episodes:
     say("ready")
     while signal.getsignal(signal.SIGTERM)._begun is False: time.sleep(0.01)
 while True: time.sleep(0.01)

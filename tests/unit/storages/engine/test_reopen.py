@@ -95,7 +95,7 @@ def first_life(path: Path, stop: str, asked: str, tell: Callable[[Any], None]) -
     if asked == "late":
         rb.sql("SELECT 1")
     rb.update_priority(id=[70, 30, 75], priority=[9.0, 4.0, 0.0])
-    rb.storage.flush_priorities()  # a kill may cost those of the last tenth of a second
+    rb.storage.engine.write_values()  # a kill may cost those of the last tenth of a second
     tell((rb.storage.window.low, rb.storage.last, rb.storage.draws.number))
     if stop == "kill":
         tell(tables(rb) if asked == "late" else None)
@@ -204,8 +204,8 @@ def test_an_index_that_is_lives_behind_gives_the_same_answers(
 def test_many_lives_end_as_one_would(tmp_path: Path, capacity: int | None, rng: np.random.Generator) -> None:
     """Sessions ended in any way, index deleted now and then: as in one life in RAM that ends its episodes."""
     path = tmp_path / "run.exp"
-    model = TensorDictReplayBuffer(storage=MemoryStorage(capacity, seed=SEED), batch_size=8)
-    model.storage.flatten = True
+    storage = MemoryStorage(capacity, seed=SEED, flatten=True)
+    model = TensorDictReplayBuffer(storage=storage, batch_size=8)
     number = draws = 0
     for _ in range(8):
         plan: list[Any] = []
@@ -343,7 +343,7 @@ def test_priorities_survive(store_path: Path) -> None:
             first = rb.extend(batch(1999, 0), return_ids=True)[0].item()
             rb.update_priority(id=[first, first + 1500], priority=[value, 0.25])
             rb.add(batch(1, 0)[0])
-            rb.storage.flush_priorities()
+            rb.storage.engine.write_values()
             if stop != "kill":
                 getattr(rb, stop)()
 
@@ -443,7 +443,7 @@ def fail_reopening(
         acting.join(60)
         raise StorageError("not now")
 
-    rb.storage.note_interruption()
+    rb.storage._note_interruption()
     with monkeypatch.context() as patched:
         patched.setattr(Opening, step, fail)
         for _ in range(2):

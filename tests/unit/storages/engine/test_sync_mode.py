@@ -22,7 +22,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
-from expstore.storages.engine import parts
+from expstore.storages.engine import engine
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
 from expstore.storages.indexing import find
@@ -60,7 +60,7 @@ def open_store(
     store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., TensorDictReplayBuffer]]:
     """A factory of buffers in sync mode without a background thread."""
-    monkeypatch.setattr(parts, "Keeper", NoKeeper)
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
     opened = []
 
     def make(capacity: int | None = None, *, path: Path = store_path, **more: Any) -> TensorDictReplayBuffer:
@@ -155,7 +155,7 @@ def test_rows_come_back_from_the_journal_alone(
     other = tmp_path / "late.exp"
     shutil.copytree(store_path, other)
     slots = np.arange(start - 3008, start) % 10_000
-    for column in (*rb.storage.columns.columns,):  # type: ignore[attr-defined]
+    for column in (*rb.storage.state.columns.columns,):  # type: ignore[attr-defined]
         path = other / column.shard_path(0).relative_to(store_path)
         with path.open("r+b") as file:
             for low, high in ((slots[0], 9_999), (0, slots[-1])):
@@ -303,7 +303,7 @@ def test_what_changes_rows_in_place_or_forgets_them_lasts_too(
     shutil.copyfile(  # the change itself has not reached the disk
         store_path / "columns/_row/id/c/0", copy / "columns/_row/id/c/0"
     )
-    column = rb.storage.columns.columns[rb.storage.place_of(("action",))]  # type: ignore[attr-defined]
+    column = rb.storage.state.columns.columns[rb.storage.place_of(("action",))]  # type: ignore[attr-defined]
     with (copy / column.shard_path(0).relative_to(store_path)).open("r+b") as file:
         file.write(np.arange(10, dtype="<i8") % 3)
     again = open_store(path=copy)

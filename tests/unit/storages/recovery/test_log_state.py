@@ -70,11 +70,11 @@ def check(rb: TensorDictReplayBuffer) -> None:
     state, table = fold(rb)
     assert (state.last, state.retired, state.write_count) == (
         storage.last,
-        storage.retired,
+        storage.state.retired,
         storage.write_count,
     )
-    assert (state.content, state.index_floor) == (storage.content, storage.index_floor)
-    assert state.sequence == storage.journal.sequence
+    assert (state.content, state.index_floor) == (storage.state.content, storage.state.index_floor)
+    assert state.sequence == storage.state.journal.sequence
     assert state.window(storage.capacity, storage.window.gaps) == storage.window
     assert table.to_base() == storage.episodes.to_base()
 
@@ -104,11 +104,11 @@ def test_rows_that_have_left_between_others(store_path: Path) -> None:
             batch = rows(10, start)
             batch["next"] = TensorDict({"done": (torch.arange(10) == 9)[:, None]}, [10])
             rb.extend(batch)
-        rb.storage.give_up(np.array([2]))
+        rb.storage.retention.delete(np.array([2]))
         state, _ = fold(rb)
         assert state.window(None, rb.storage.window.gaps) == rb.storage.window
         assert rb.storage.window.rows == 30
-        assert (state.content, state.index_floor) == (rb.storage.content, rb.storage.content)
+        assert (state.content, state.index_floor) == (rb.storage.state.content, rb.storage.state.content)
 
 
 def test_a_base_says_what_the_records_before_it_say(store_path: Path) -> None:
@@ -118,9 +118,10 @@ def test_a_base_says_what_the_records_before_it_say(store_path: Path) -> None:
             act(rb)
         rb.flush()
         state, table = fold(rb)
-        again = LogState.of(_record(rb.storage._base(), state))
+        base = rb.storage.state.base_record(rb.storage.manifest.generation, opening=False)
+        again = LogState.of(_record(base, state))
         assert again == replace(state, index_floor=state.content)
-        assert table.to_base() == rb.storage._base()["episodes"]
+        assert table.to_base() == base["episodes"]
 
 
 def _record(base: dict[str, Any], state: LogState) -> Record:

@@ -383,10 +383,10 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody is about to wait for a copy."""
     event, wait = threading.Event(), Hold.wait
 
-    def note(self: Hold, through: int | None) -> bool:
+    def note(self: Hold, through: int | None = None) -> None:
         if self.first and (through is None or through >= self.first):
             event.set()
-        return wait(self, through)
+        wait(self, through)
 
     monkeypatch.setattr(Hold, "wait", note)
     return event
