@@ -159,9 +159,9 @@ class ShapingHandle(DrawingHandle):
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        reshapes, known = self._storage.epochs.fields, self._form
-        if known is None or known[0] != reshapes:
-            known = self._form = reshapes, form_of(self._storage)
+        fields, known = self._storage.epochs.fields, self._form
+        if known is None or known[0] != fields:
+            known = self._form = fields, form_of(self._storage)
         form = known[1]
         if view is None:
             batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)

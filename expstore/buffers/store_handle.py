@@ -249,7 +249,7 @@ class StoreHandle:
             SnapshotError: There is a version of this name.
             StateError: The store has no folder; otherwise as `dumps`.
         """
-        folder = self._storage.path
+        folder = None if self._storage.manifest is None else self._storage.path
         if path is None and folder is None:
             raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
         place = path or Path(folder or ".") / OWN_FOLDER

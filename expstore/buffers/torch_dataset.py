@@ -79,9 +79,8 @@ class RowsDataset(Dataset[Any]):
     def refresh(self) -> int:
         """Have `len` count the rows that there are now, between two epochs; return how many."""
         storage = self._rb.storage
-        drain = getattr(storage, "drain", None)
-        if drain is not None and storage.can_write:
-            drain()  # what is counted is to be in the sight of workers
+        if storage.can_write:
+            storage.drain()  # workers must see the rows that are counted
         self._count = storage.window.rows // storage.geometry.lanes * storage.geometry.lanes
         return self._count
 

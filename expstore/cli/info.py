@@ -14,7 +14,7 @@ import typer
 from expstore.cli.output import iso_text, local_text, print_table, size_text
 
 if TYPE_CHECKING:
-    from expstore.maintenance.disk_usage import FieldSize
+    from expstore.storages.columns.column import FieldSize
 
 __all__ = ["facts_of", "show_facts"]
 

@@ -21,8 +21,8 @@ LOCK_ORDER = (
     "retention",  # a policy is applied
     "reshaping",  # a field is added or dropped
     "dump",  # a snapshot is copied
-    "extend",  # `Storage.turn`
-    "storage",  # `Storage.lock`
+    "extend",  # a batch is appended
+    "storage",  # anything is written
     "cut",  # the journal's oldest segments are removed; only tried, never waited for
     "sync",
     "catalog",

@@ -9,11 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.disk.files import File
 
-__all__ = ["Checkpoint", "Checkpointed", "Dirty"]
+__all__ = ["Checkpoint", "Checkpointed", "Dirty", "take_all"]
+
+_Thing = TypeVar("_Thing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +81,11 @@ class Checkpointed(ABC):
 
     def abort(self, dirty: Dirty) -> None:
         """Take back what `begin` returned: it was not synced."""
+
+
+def take_all(things: set[_Thing]) -> set[_Thing]:
+    """Empty a set to which another thread may be adding; return what was in it."""
+    found: set[_Thing] = set()
+    while things:
+        found.add(things.pop())
+    return found

@@ -18,7 +18,7 @@ __all__ = ["Touched"]
 class Touched:
     """Remember which episodes have changed lately, by number in the order of the changes.
 
-    Not locked: whoever calls holds the storage's `episode_lock`.
+    Not locked: whoever calls holds the storage's `locks.episodes`.
     """
 
     def __init__(self) -> None:

@@ -255,7 +255,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         """A number that moves whenever rows come, change or leave."""
         kept = self.buffer.storage
         kept.follow()
-        return kept.last + kept.changes + kept.epochs.deleted + kept.epochs.content
+        return kept.last + sum(kept.version)
 
     def _bump_mutation_revision(self) -> None:
         # torchrl's buffers call it when they have changed rows in place, which they believe to be views.

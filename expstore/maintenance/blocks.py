@@ -27,10 +27,9 @@ from expstore.storages.columns.checksums import (
     no_entries,
     read_entries,
     state_of,
-    zeros_sum,
 )
-from expstore.storages.columns.flat import Column
-from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.columns.flat import FlatColumn, zeros_sum
+from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.paths import CHECKSUMS
 from expstore.storages.format.pending_swap import sums_path
 from expstore.storages.format.zarr_metadata import SEPARATOR, make_metadata, parse_metadata, shard_footer
@@ -46,7 +45,7 @@ def check_metadata(inspection: Inspection) -> None:
     if group is None:
         return
     folder = group.folder
-    arrays = {f"{column.entry.path}/zarr.json": column for column in inspection.columns}
+    arrays = {f"{column.entry.path}/zarr.json": column for column in inspection.arrays}
     for name, wanted in metadata_of(inspection).items():
         path, array = folder / name, arrays.get(name)
         trouble = _metadata_trouble(inspection, path, parse_metadata(wanted), array)
@@ -66,19 +65,20 @@ def metadata_of(inspection: Inspection) -> dict[str, bytes]:
     group = inspection.group
     if group is None:
         return {}
-    columns = [column for column in inspection.columns if not column.entry.variable]
-    sound = [column.separator for column in columns if column.fault is None and not column.packed]
+    sound = [column.separator for column in inspection.flat if column.fault is None]
     separator = max(sound, key=sound.count, default=SEPARATOR)
-    shards = [_shard_rows(inspection, column, separator) for column in columns]
-    packings = [column.packing if isinstance(column, PackedReader) else None for column in columns]
+    for column in inspection.flat:
+        if column.fault is not None:
+            _find_shard_rows(inspection, column, separator)
+    arrays = inspection.arrays
     attributes = {"expstore": {"capacity": inspection.manifest.capacity, "slots": inspection.slots}}
-    fields = [column.entry for column in columns]
-    how: dict[str, Any] = {"separator": separator, "packings": packings}
+    fields, shards = [array.entry for array in arrays], [array.rows for array in arrays]
+    how: dict[str, Any] = {"separator": separator, "packings": [array.packing for array in arrays]}
     return make_metadata(fields, shards, inspection.slots, attributes, **how)
 
 
 def _metadata_trouble(
-    inspection: Inspection, path: Path, wanted: dict[str, Any], column: Column | None
+    inspection: Inspection, path: Path, wanted: dict[str, Any], column: FlatColumn | PackedRows | None
 ) -> str | None:
     disk = inspection.disk
     if not disk.exists(path):
@@ -92,7 +92,9 @@ def _metadata_trouble(
     if column is not None and inspection.slots is None:
         # It grows with the shards; a power cut may have lost some of these.
         length = found.get("shape", [0])[0] if isinstance(found.get("shape"), list) else 0
-        least = max(1, _least_shards(inspection, column)) * column.rows
+        synced = 0 if inspection.past is None else inspection.past.synced
+        last = min(inspection.window.last, synced)  # of later rows the journal may have all
+        least = max(1, column.least_shards(last)) * column.rows
         if isinstance(length, int) and length >= least and length % column.rows == 0:
             wanted["shape"][0] = length
     for name in sorted(wanted.keys() | found.keys()):
@@ -101,33 +103,18 @@ def _metadata_trouble(
     return None
 
 
-def _least_shards(inspection: Inspection, column: Column) -> int:
-    """Return how many shards a column of a store that grows has at least."""
-    synced = 0 if inspection.past is None else inspection.past.synced
-    least = -(-min(inspection.window.last, synced) // column.rows)  # of later rows the journal may have all
-    if isinstance(column, PackedReader):
-        # A shard begins when its first chunk is full; until the shape has grown, it is an open one.
-        named = (number + (kind != "open") for kind, number, _ in column.shards())
-        least = min(least, max(named, default=0))
-    return least
-
-
 def rows_of_file(size: int, row_bytes: int) -> int:
     """Return how many rows a shard file of this length has; 0 if none has this length."""
     blocks, rest = divmod(size - 4, BLOCK_ROWS * row_bytes + 16)
     return blocks * BLOCK_ROWS if blocks > 0 and rest == 0 else 0
 
 
-def _shard_rows(inspection: Inspection, column: Column, separator: str) -> int:
-    """Return how many rows a shard has, from the first one's length where zarr.json cannot tell."""
-    if column.fault is not None:
-        column.separator = separator
-        size = inspection.disk.size(column.shard_path(0))
-        found = rows_of_file(size, column.row_bytes)
-        if found:
-            column.rows = found
-        column.fault = None
-    return column.rows
+def _find_shard_rows(inspection: Inspection, column: FlatColumn, separator: str) -> None:
+    """Find out from its first shard's length how many rows one has: zarr.json cannot tell."""
+    column.separator = separator
+    size = inspection.disk.size(column.shard_path(0))
+    column.rows = rows_of_file(size, column.row_bytes) or column.rows
+    column.fault = None
 
 
 def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress | None) -> None:
@@ -155,8 +142,8 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     stop = max(needed | held, default=-1) + 1
     jobs = [
         (place, column, number)
-        for place, column in enumerate(columns)
-        if not column.packed
+        for place, column in group.flat.items()
+        if place < len(columns)
         for number in _shard_numbers(inspection, column, stop)
     ]
     total = sum(column.rows * column.row_bytes for _, column, _ in jobs)
@@ -166,19 +153,18 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
         done += column.rows * column.row_bytes
         if progress is not None:
             progress(done, total)
-    for place, files in inspection.packed.items():
-        packed = inspection.columns[place]
-        if isinstance(packed, PackedReader):
-            _check_packed(inspection, packed, files)
-    for column in inspection.columns[len(columns) :]:
+    for files in inspection.packed.values():
+        _check_packed(inspection, files)
+    for column in [group.row_fields[-1], *([] if inspection.sampled is None else [inspection.sampled])]:
         # What is counted has no shard before rows are handed out, or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
         for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
             _check_shard(inspection, -1, column, number, entries, [], unsettled)
 
 
-def _check_packed(inspection: Inspection, column: PackedReader, files: PackedFiles) -> None:
+def _check_packed(inspection: Inspection, files: PackedFiles) -> None:
     """Note what is damaged in the files of a packed column, and which rows that costs."""
+    column = files.column
     lost: dict[Path, list[int]] = {}
     files.note_hidden(inspection.settled_runs())
     # Of later ones the journal has the rows, or their checksum.
@@ -203,7 +189,7 @@ def _check_packed(inspection: Inspection, column: PackedReader, files: PackedFil
 
 
 def _note_packed(
-    inspection: Inspection, column: PackedReader, path: Path, kind: str, text: str, lost: list[int]
+    inspection: Inspection, column: PackedRows, path: Path, kind: str, text: str, lost: list[int]
 ) -> None:
     name, ids = inspection.relative(path), runs_of(np.sort(np.array(lost, np.int64)))
     first = lost[0] - 1 if lost else 0
@@ -266,7 +252,7 @@ def _of_ids(ids: tuple[tuple[int, int], ...]) -> str:
     return f" (ids {', '.join(f'{a} to {b}' for a, b in ids)})" if ids else " (no readable row)"
 
 
-def _shard_numbers(inspection: Inspection, column: Column, blocks: int) -> Iterator[int]:
+def _shard_numbers(inspection: Inspection, column: FlatColumn, blocks: int) -> Iterator[int]:
     """Yield the shards that blocks 0 to `blocks` - 1 need, and those beyond that are there."""
     number = 0
     while number * column.rows < blocks * BLOCK_ROWS or inspection.disk.exists(column.shard_path(number)):
@@ -277,7 +263,7 @@ def _shard_numbers(inspection: Inspection, column: Column, blocks: int) -> Itera
 def _check_shard(
     inspection: Inspection,
     place: int,
-    column: Column,
+    column: FlatColumn,
     number: int,
     entries: Array,
     states: list[int],
@@ -318,7 +304,7 @@ def _check_shard(
 
 
 def _note_shard(
-    inspection: Inspection, column: Column, number: int, kind: str, text: str, first: int, count: int
+    inspection: Inspection, column: FlatColumn, number: int, kind: str, text: str, first: int, count: int
 ) -> None:
     path = inspection.relative(column.shard_path(number))
     ids = runs_of(inspection.ids_in(first, count))
@@ -357,11 +343,11 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
     """
     if inspection.group is None:
         return
-    column = inspection.group.columns[place]
-    files = inspection.packed.get(place)
-    if files is not None:
-        yield from _read_packed(inspection, files, first_id, count)
+    place %= len(inspection.group.columns)
+    if place in inspection.packed:
+        yield from _read_packed(inspection, inspection.packed[place], first_id, count)
         return
+    column = inspection.group.flat[place]
     for slot, offset, n in inspection.pieces(first_id, count):
         done = 0
         while done < n:
@@ -373,7 +359,7 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
             done += rows
 
 
-def _read_slots(disk: Disk, column: Column, slot: int, count: int) -> Array | None:
+def _read_slots(disk: Disk, column: FlatColumn, slot: int, count: int) -> Array | None:
     """Read a run of slots as they stand in the files; None: a shard is not whole. Shape `(count, ...)`."""
     parts, done = [], 0
     while done < count:

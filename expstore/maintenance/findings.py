@@ -14,8 +14,9 @@ import numpy as np
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.disk.files import Disk
 from expstore.maintenance.packed import PackedFiles
-from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.column_set import ReadColumns
+from expstore.storages.columns.flat import FlatColumn
+from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.recovery.recover import Past
 
@@ -72,8 +73,8 @@ class Inspection:
     disk: Disk
     path: Path
     manifest: Manifest
-    group: ColumnGroup | None = None
-    sampled: Column | None = None
+    group: ReadColumns | None = None
+    sampled: FlatColumn | None = None
     past: Past | None = None
     window: Window = field(default_factory=lambda: Window(0, 0))
     found: list[Finding] = field(default_factory=list)
@@ -86,11 +87,16 @@ class Inspection:
         return self.manifest.slots
 
     @property
-    def columns(self) -> list[Column]:
-        """Whatever lies in an array: what has checksums, then what has none."""
-        group = self.group
-        columns = [] if group is None else [*group.summed, group.columns[-1]]
-        return columns if self.sampled is None else [*columns, self.sampled]
+    def arrays(self) -> list[FlatColumn | PackedRows]:
+        """Whatever lies in a Zarr array: what has checksums, then what has none."""
+        arrays = [] if self.group is None else [*self.group.arrays]
+        return arrays if self.sampled is None else [*arrays, self.sampled]
+
+    @property
+    def flat(self) -> list[FlatColumn]:
+        """The arrays that are not packed."""
+        flat = [] if self.group is None else [*self.group.flat.values()]
+        return flat if self.sampled is None else [*flat, self.sampled]
 
     def settled_runs(self) -> list[tuple[int, int]]:
         """Return the readable rows that a mark covers, as runs: (first id, rows)."""

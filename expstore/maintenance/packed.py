@@ -299,13 +299,14 @@ class PackedFiles:
 
     # -- mending ---------------------------------------------------------------------------------
 
-    def mend(self, disk: Disk, place: tuple[int, int]) -> None:
+    def mend(self, disk: Disk, synced: int) -> None:
         """Make all files whole: what is lost becomes zeros, in chunks that can be read.
 
         Args:
             disk: Where files are written.
-            place: Turn and slot of the first row that no mark covers.
+            synced: The newest id that a checkpoint covers.
         """
+        place = self.column.place_behind(synced)
         (turn, slot), each, chunks = place, self.packing.rows, self.packing.chunks
         current, inside = slot // self.packing.shard, slot % each
         if inside and not self.rows(turn, slot - inside, inside)[1].all():

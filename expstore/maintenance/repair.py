@@ -170,7 +170,7 @@ def _rewrite(
     blocks: set[int] = set()
     wanted: dict[str, bytes] | None = None
     packed: dict[str | None, PackedFiles] = {
-        key_name(inspection.columns[place].entry.key): files for place, files in inspection.packed.items()
+        key_name(files.column.entry.key): files for files in inspection.packed.values()
     }
     mended: set[str | None] = set()
     in_segments = [finding for finding in inspection.found if finding.path.startswith(f"{SEGMENTS}/")]
@@ -236,16 +236,15 @@ def _mend_segments(
 
 def _mend(disk: Disk, inspection: Inspection, files: PackedFiles) -> None:
     """Make the files of a packed column whole."""
-    past, group = inspection.past, inspection.group
-    if past is not None and group is not None:
-        files.mend(disk, group.place_behind(min(inspection.window.last, past.synced)))
+    if inspection.past is not None:
+        files.mend(disk, min(inspection.window.last, inspection.past.synced))
 
 
 def _make_whole(disk: Disk, inspection: Inspection, finding: Finding) -> None:
     """Give a shard its length and its index; what it has of its rows stays."""
     if inspection.group is None:
         return
-    column = next(c for c in inspection.columns if key_name(c.entry.key) == finding.column)
+    column = next(c for c in inspection.flat if key_name(c.entry.key) == finding.column)
     path = inspection.path / finding.path
     new = not disk.exists(path)
     disk.make_dir(path.parent)

@@ -76,7 +76,7 @@ def _note_rows(inspection: Inspection, kind: str, name: str, wrong: Iterable[Int
     """Note rows with these ids, shard by shard."""
     if inspection.group is None:
         return
-    column = inspection.group.columns[_place(name)]
+    column = inspection.group.row_fields[_place(name)]
     ids = np.concatenate([np.empty(0, np.int64), *wrong])
     slots = ids - 1 if inspection.slots is None else (ids - 1) % inspection.slots
     for shard in np.unique(slots // column.rows).tolist():

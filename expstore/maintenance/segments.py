@@ -24,9 +24,11 @@ __all__ = ["check_segments", "mend_segments"]
 
 def check_segments(inspection: Inspection) -> None:
     """Note which rows without a fixed size are damaged or missing, of those that a mark covers."""
-    segments = None if inspection.group is None else inspection.group.segments
-    if segments is None:
-        return
+    for segments in () if inspection.group is None else inspection.group.shared:
+        _check_segments(inspection, segments)
+
+
+def _check_segments(inspection: Inspection, segments: Segments) -> None:
     lost: dict[Path, list[IntArray]] = {}
     for segment in segments.segments:
         with segments.reading(segment) as read:
@@ -77,13 +79,13 @@ def mend_segments(disk: Disk, inspection: Inspection, lost: Runs) -> None:
         inspection: What was found.
         lost: The rows that are given up, in whatever segment.
     """
-    group = inspection.group
-    if group is None or group.segments is None:
-        return
-    segments, manifest = group.segments, inspection.manifest
-    writer = SegmentWriter(
-        disk, segments.folder, segments.fields, segments.slots, compression=manifest.compression
-    )
+    for segments in () if inspection.group is None else inspection.group.shared:
+        _mend_segments(disk, segments, lost)
+
+
+def _mend_segments(disk: Disk, segments: Segments, lost: Runs) -> None:
+    folder, fields, slots = segments.folder, segments.fields, segments.slots
+    writer = SegmentWriter(disk, folder, fields, slots, compression=segments.codec)
     disk.make_dir(segments.folder)
     starts = [segment.first for segment in segments.segments]
     for number, segment in enumerate(segments.segments):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import google_crc32c
 
@@ -24,10 +23,8 @@ from expstore.maintenance.rows import check_ids, check_index, check_log, check_r
 from expstore.maintenance.write_keys import check_keys
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.storages.columns.checksums import BLOCK_ROWS, DAMAGED, read_entries, state_of
-from expstore.storages.columns.column_set import ColumnGroup, add_batches
-from expstore.storages.columns.flat import Column
-from expstore.storages.columns.packed.column import PARTIAL
-from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.columns.column_set import ReadColumns
+from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.sample_counts_column import find_sampled
 from expstore.storages.engine.archive import archive_path, archive_trouble
 from expstore.storages.format.control_page import PAGE, StatePage
@@ -116,18 +113,22 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     _check_manifest(inspection)
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        how: Any = {"write": False}
-        inspection.group = ColumnGroup(disk, path / COLUMNS, fields, manifest.slots, **how)
-        if inspection.group.segments is not None:
-            inspection.group.segments.open_all()
-        _look_at_packed(inspection)
+        inspection.group = ReadColumns(
+            disk,
+            path / COLUMNS,
+            fields,
+            manifest.slots,
+            packings=ColumnLayout(**manifest.layout).packings(fields, manifest.slots, manifest.reach),
+            compression=manifest.compression,
+        )
+        _look_at_appended(inspection, inspection.group)
         inspection.sampled = find_sampled(disk, path / COLUMNS, manifest.slots)
     _check_version(inspection)
     unsettled = _check_journal(inspection)
     check_metadata(inspection)
     check_blocks(inspection, unsettled, progress)
-    if inspection.group is not None and inspection.group.segments is not None:
-        from expstore.maintenance.segments import check_segments
+    if inspection.group is not None and inspection.group.shared:
+        from expstore.maintenance.segments import check_segments  # loads pyarrow
 
         check_segments(inspection)
     if inspection.past is not None and inspection.group is not None:
@@ -142,28 +143,14 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
     return inspection
 
 
-def _look_at_packed(inspection: Inspection) -> None:
-    """Look at the files of packed columns; where zarr.json cannot tell how they are packed, settings can."""
-    group, disk = inspection.group, inspection.disk
-    if group is None:
-        return
-    layout = ColumnLayout(**inspection.manifest.layout)
-    fields = tuple(column.entry for column in group.columns)
-    packings = layout.packings(fields, inspection.slots, inspection.manifest.reach)
-    for place, column in enumerate(group.columns):
-        if not column.packed:
-            packing = packings[place]
-            names = disk.names(column.folder) if packing is not None and disk.exists(column.folder) else []
-            if packing is None or not any(name.startswith(("c.", "open.", PARTIAL)) for name in names):
-                continue
-            column = PackedReader(disk, column.folder, column.entry, inspection.slots, packing)
-            group.columns[place] = column
-        if isinstance(column, PackedReader):
-            inspection.packed[place] = PackedFiles(disk, column)
-    group.link_partners()
-    for place, other in group.pairs.items():
-        if place in inspection.packed:
-            inspection.packed[place].partner = inspection.packed[other]
+def _look_at_appended(inspection: Inspection, group: ReadColumns) -> None:
+    """Look at the files of packed columns, and at segments."""
+    for segments in group.shared:
+        segments.look()
+    for place, column in group.packed.items():
+        inspection.packed[place] = PackedFiles(inspection.disk, column)
+    for pair in group.pairs:
+        inspection.packed[pair.place].partner = inspection.packed[pair.partner]
 
 
 def _refuse_writer(disk: Disk, path: Path) -> None:
@@ -239,7 +226,7 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     schema = manifest.schema
     if past.clean or group is None or schema is None:
         return set()
-    limit = max(_reach_of(inspection, column) for column in group.columns if not column.packed)
+    limit = max(_reach_of(inspection, column) for column in group.flat.values())
     try:
         return unsettled_blocks(
             past,
@@ -276,7 +263,7 @@ def _check_state(inspection: Inspection, past: Past) -> None:
         page.close()
 
 
-def _reach_of(inspection: Inspection, column: Column) -> int:
+def _reach_of(inspection: Inspection, column: FlatColumn) -> int:
     """Return how many slots the shards of a column have that are there."""
     number = 0
     while inspection.disk.exists(column.shard_path(number)):
@@ -286,15 +273,17 @@ def _reach_of(inspection: Inspection, column: Column) -> int:
 
 def _stands(inspection: Inspection, publish: Publish) -> bool:
     """Return whether the rows of a record stand in the columns."""
-    if inspection.group is None:
+    group = inspection.group
+    if group is None:
         return False
     first, count, crc = publish.first_id + publish.skipped, publish.count - publish.skipped, 0
-    for place in range(len(inspection.group.columns) - 1):
-        if place in inspection.group.segment_places:
-            continue
-        for _, rows in read_column(inspection, place, first, count):
-            crc = google_crc32c.extend(crc, rows.tobytes())
-    if inspection.group.segments is not None:
-        batches = inspection.group.segments.checksums(first, count)
-        return batches is not None and add_batches(crc, batches) == publish.checksum
+    for place in range(len(group.summed)):
+        if place not in group.variable_places:
+            for _, rows in read_column(inspection, place, first, count):
+                crc = google_crc32c.extend(crc, rows.tobytes())
+    for segments in group.shared:
+        extended = segments.extend_checksum(crc, first, count)
+        if extended is None:
+            return False
+        crc = extended
     return crc == publish.checksum

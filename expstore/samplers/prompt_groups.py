@@ -179,7 +179,7 @@ class PromptGroupSampler(Sampler):
     def _groups(self, storage: ReadView) -> _Groups:
         """Return the groups as of now."""
         with self._lock:
-            moment = (storage.window, storage.changes, storage.epochs.content)
+            moment = (storage.window, storage.version)
             known = self._known
             if known is None or known.of() is not storage or known.moment != moment:
                 known = self._known = self._found(storage, moment)

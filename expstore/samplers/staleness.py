@@ -77,7 +77,7 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Hold the versions of the rows of a window, and upheavals, changes and gaps that they stand for."""
+    """Hold the versions of the rows of a window, and deleted, changes and gaps that they stand for."""
 
     versions: _Versions = field(default_factory=_Versions.none)
     window: Window = field(default_factory=lambda: Window(0, 0))
@@ -287,16 +287,16 @@ class StalenessAwareSampler(Sampler):
         """
         for _ in range(_TRIES):
             known = self._known  # before the window, which then is not the older of them
-            changes, upheavals, window = storage.changes, storage.epochs.deleted, storage.window
-            place = self._place(storage)  # after `upheavals`, which move when it does
-            seen = upheavals, changes, window.gaps
+            changes, deleted, window = storage.changes, storage.epochs.deleted, storage.window
+            place = self._place(storage)  # after `deleted`, which move when it does
+            seen = deleted, changes, window.gaps
             if seen == known.seen and window == known.window:
                 break
             if seen != known.seen or not window.low < known.window.last <= window.last:
                 known = _Known(_Versions.none(), Window(window.low, window.low))
             versions = _read_on(storage, place, known.versions, replace(window, low=known.window.last))
             known = self._known = _Known(versions.above(window.low), window, seen)
-            if storage.epochs.deleted == upheavals:
+            if storage.epochs.deleted == deleted:
                 break
         if not known.versions.first.size:
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")

@@ -61,7 +61,7 @@ class Catalog:
         self._index: Index | None = None
         self._closed = False
         self._whole = False  # the next commit must hold everything
-        self._takeovers = storage.epochs.content
+        self._content = storage.epochs.content
         self._pid = os.getpid()
 
     def query(
@@ -195,8 +195,8 @@ class Catalog:
             with storage.locks.episodes:
                 content = storage.state.content
                 # What was taken over anew may lack rows of which no record speaks.
-                anew = storage.epochs.content != self._takeovers and index.position > (0, 0)
-                self._takeovers = storage.epochs.content
+                anew = storage.epochs.content != self._content and index.position > (0, 0)
+                self._content = storage.epochs.content
                 if index.position == content and not (self._whole or anew):
                     return index
                 whole = anew or self._lost(index, content)

@@ -1,8 +1,8 @@
 """What every storage that can be written to does: number, append, change and forget rows.
 
 Buffers talk to this class; a storage of your own supplies the primitives at its end, and
-`expstore.testing.StorageSuite` holds it to what buffers promise. The order of the acts in `write` is the
-crash rule: the payload first, then the record that commits it.
+`expstore.testing.StorageSuite` holds it to what buffers promise. A subclass's `_append` writes the
+values first, then commits them.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from expstore.storages.read_view import ReadView, closed_error
 from expstore.storages.snapshot_pin import Hold
 
 if TYPE_CHECKING:
-    from expstore.storages.columns.arrow.capture import Held
-    from expstore.storages.columns.packed.column import PackedRows
+    from expstore.storages.columns.capture import Capture
 
 __all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us"]
 
@@ -481,7 +480,7 @@ class Storage(ReadView):
             hint="change them before extend(), or when they have been read",
         )
 
-    def __reduce__(self) -> Any:
+    def __getstate__(self) -> Any:
         """Refuse: rows are not carried into a copy.
 
         Raises:
@@ -553,13 +552,9 @@ class Storage(ReadView):
     def before_dump(self) -> None:
         """Note that a snapshot is about to be made."""
 
-    def packed_now(self) -> dict[int, PackedRows]:
-        """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
-        return {}
-
-    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
-        """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
-        return {}
+    def captures(self, low: int) -> list[Capture]:
+        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
+        return []
 
     def block_sums(self) -> Array | None:
         """Return what tells blocks of slots that have changed from others; None: nothing does."""

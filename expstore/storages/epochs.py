@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-__all__ = ["Epochs", "Version"]
+__all__ = ["Epochs", "ViewVersion"]
 
 
-class Version(NamedTuple):
+class ViewVersion(NamedTuple):
     """Which rows, and which fields of them, a storage has: equal versions have the same ones.
 
     Rows that are appended, and those that leave a ring by age, move the window alone.

@@ -24,8 +24,8 @@ from expstore.episodes.log import LogEntry, read_log
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.overlay import Overlay
+from expstore.storages.columns.column_set import ReadColumns
+from expstore.storages.columns.memtable import Overlay
 from expstore.storages.description import Description
 from expstore.storages.engine.archive import archive_path
 from expstore.storages.engine.open_settings import Settings, look_up
@@ -60,7 +60,7 @@ class _Source:
 
     live: bool = False
     seen: tuple[int, ...] | None = None
-    columns: ColumnGroup | None = None
+    columns: ReadColumns | None = None
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
 
     def holds(self, view: StateView | None) -> bool:
@@ -96,7 +96,9 @@ class Origin:
     @classmethod
     def of(cls, storage: ReadView) -> Origin | None:
         """Return where a storage's rows come from; None: from RAM."""
-        return None if storage.path is None else cls(storage.path.absolute(), storage.own_seed)
+        if storage.manifest is None or storage.path is None:
+            return None
+        return cls(storage.path.absolute(), storage.own_seed)
 
     def in_fork(self) -> Origin:
         """Return what a forked child opens."""
@@ -470,16 +472,14 @@ class FollowerStorage(ReadView):
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
         group = source.columns
         wanted = range(len(group.columns) - len(ROW_FIELDS)) if places is None else places
-        if not source.overlay:
-            return group.take(slots, wanted)
-        return [source.overlay.take(place, group.columns[place], slots) for place in wanted]
+        return source.overlay.take(group, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
         columns = self._source.columns
-        if columns is None or columns.segments is None:
+        if columns is None:
             return np.zeros(ids.size, np.int64)
-        return columns.segments.sizes(columns.segments.ids_of(self.geometry.slot_of(ids)))
+        return columns.sizes(self.geometry.slot_of(ids))
 
     @property
     def unviewed_places(self) -> frozenset[int]:
@@ -573,9 +573,9 @@ class FollowerStorage(ReadView):
                 self._tail = None
 
 
-def _priorities(columns: ColumnGroup, overlay: Overlay, slots: int) -> Array:
+def _priorities(columns: ReadColumns, overlay: Overlay, slots: int) -> Array:
     """Return the priorities by slot, without copying them where that can be helped."""
-    column = columns.columns[-1]
+    column = columns.row_fields[-1]
     if not column.damaged and not overlay:
         # Looked at only where there are rows: there it has no holes, and shows what the writer sets.
         return column.part(0, column.ready)

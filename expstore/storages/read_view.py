@@ -27,7 +27,7 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.description import Description
-from expstore.storages.epochs import Epochs, Version
+from expstore.storages.epochs import Epochs, ViewVersion
 from expstore.storages.holders import Holders
 from expstore.storages.index_protocol import CatalogLike
 from expstore.storages.locks import Locks
@@ -55,7 +55,7 @@ class ReadView(ABC):
     Readable are the last `capacity` committed ids, or all of them. Rows are gathered first, without a lock,
     and validated afterwards (`intact`): a row that was overwritten meanwhile may come out torn.
 
-    Threads: any number read without a lock; who needs a state that does not move takes `lock`. Processes: one
+    Threads: any number read without a lock; take `lock` for a consistent state. Processes: one
     writes to a store, any number read it. Crashes: a view loses nothing.
 
     Args:
@@ -117,13 +117,13 @@ class ReadView(ABC):
         self._closed = False
 
     def _describe(self, description: Description) -> None:
-        """Be what a description says from now on."""
+        """Adopt a description."""
         self._description = description
         self.geometry, self.schema = description.geometry, description.schema
         self.keys, self.ranking = description.keys, description.ranking
 
     def _adopt(self, state: RowState) -> None:
-        """Have these rows, and their draws, from now on."""
+        """Replace the rows and their draws."""
         self._state, self.draws = state, state.draws
 
     def _note_closed(self) -> None:
@@ -263,10 +263,10 @@ class ReadView(ABC):
         """
 
     @property
-    def version(self) -> Version:
+    def version(self) -> ViewVersion:
         """Which rows and fields there are: what was derived from equal versions holds for both."""
         epochs = self.epochs
-        return Version(epochs.content, epochs.deleted, epochs.fields, self.changes)
+        return ViewVersion(epochs.content, epochs.deleted, epochs.fields, self.changes)
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -212,9 +212,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
         if state_of(entry) != SUMMED:
             expect(state_of(entry) in (NOTHING, GIVEN_UP), f"the checksums of block {block} are damaged")
             continue
-        for place, column in enumerate(group.summed):
-            if column.packed:
-                continue  # its chunks have their own
+        for place, column in [*group.flat.items()][:-1]:  # all but the priorities; others have their own sums
             expect(column.ready > block * BLOCK_ROWS, f"block {block} has checksums and no place")
             rows = column.view[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
             rows = rows.reshape(-1).view(np.uint8)

@@ -12,14 +12,17 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from expstore.core.id_set import Gaps
 from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.storages.base import Rows
 from expstore.storages.batch import Payload
-from expstore.storages.columns import column_set_writer, dedup_finder
+from expstore.storages.columns import dedup_finder
 from expstore.storages.columns.arrow.writer import SegmentWriter
 from expstore.storages.columns.column_set_writer import WritableColumns
+from expstore.storages.columns.packed import appender
+from expstore.storages.columns.packed.appender import PackedAppender
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn
@@ -172,12 +175,12 @@ def break_changes() -> None:
 
 def break_packed_syncs() -> None:
     """A mark is made without a sync of packed columns."""
-    take = WritableColumns.take_packed
+    begin = PackedAppender.begin_opening
 
-    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
-        return set(), take(self)[1]
+    def nothing(self: Any, low: int, gaps: Gaps) -> Dirty:
+        return Dirty(set(), begin(self, low, gaps).folders)
 
-    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+    PackedAppender.begin_opening = nothing  # type: ignore[method-assign]
 
 
 def break_packed_names() -> None:
@@ -213,8 +216,8 @@ def break_packed_recovery() -> None:
     """What opening found in packed columns is not brought to the disk."""
     settle = PackedColumn.settle
 
-    def settle_only(self: Any, place: Any, synced: Any) -> None:
-        settle(self, place, synced)
+    def settle_only(self: Any, last: int, synced: int) -> None:
+        settle(self, last, synced)
         self.touched.clear()
 
     PackedColumn.settle = settle_only  # type: ignore[method-assign]
@@ -222,14 +225,12 @@ def break_packed_recovery() -> None:
 
 def break_segment_syncs() -> None:
     """A mark is made without a sync of segments."""
-    take = WritableColumns.take_packed
+    begin = SegmentWriter.begin_opening
 
-    def nothing(self: WritableColumns) -> tuple[set[Any], Any]:
-        if self.segments is not None:
-            self.segments.touched.clear()
-        return take(self)
+    def nothing(self: Any, low: int, gaps: Gaps) -> Dirty:
+        return Dirty(set(), begin(self, low, gaps).folders)
 
-    WritableColumns.take_packed = nothing  # type: ignore[method-assign]
+    SegmentWriter.begin_opening = nothing  # type: ignore[method-assign]
 
 
 def break_segment_cuts() -> None:
@@ -262,7 +263,7 @@ def break_reach() -> None:
         return found.with_slots(found.spare, 0 if found.capacity is None else found.lanes)
 
     Store.geometry_for = with_short_reach  # type: ignore[method-assign]
-    column_set_writer.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
+    appender.NextRows = lambda row_bytes, reach: dedup_finder.NextRows(row_bytes, 24)  # type: ignore[assignment,misc]
 
 
 def break_lenders() -> None:

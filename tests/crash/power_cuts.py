@@ -27,7 +27,7 @@ import numpy as np
 import expstore
 from expstore import StorageError
 from expstore.core import tuning
-from expstore.storages.columns import column_set
+from expstore.storages.columns import column_set_writer
 from expstore.storages.engine import engine
 from tests.crash import ledger as facts
 from tests.crash.checks import check_archive, check_info, check_rows, check_versions
@@ -466,7 +466,7 @@ def power_cuts(
             break
         part, begun = Report(), time.monotonic()
         fills = random.Random(f"holes {seed}/{number}").random() < 0.5  # whatever file system this is
-        with patch.object(column_set, "fills_holes", lambda *_, fills=fills: fills):
+        with patch.object(column_set_writer, "fills_holes", lambda *_, fills=fills: fills):
             _round(POWER_SPECS[kinds[number % len(kinds)]], number, seed, folder, part, free, stop)
         part.seconds = round(time.monotonic() - begun, 1)
         report.add(vars(part))

@@ -21,6 +21,7 @@ from expstore.core.id_set import Gaps
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
+from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.engine import delete, engine
 from expstore.storages.engine.open_settings import Settings
 from tests.crash.folder_power_cuts import disks_after
@@ -212,7 +213,7 @@ def test_the_power_goes_while_rows_in_segments_leave(
 def give_back_first(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps]:
     """Give back segments before there is a record of it, as the protocol forbids."""
     rows = deletion._engine.rows
-    segments, window = rows.columns.segments, rows.window
+    (segments,), window = rows.columns.shared, rows.window
     segments.note_left(window.low, window.gaps.joined(going))
     segments.give_up()
     return RECORD(deletion, going)
@@ -239,6 +240,6 @@ def give_back_unsynced(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
 @pytest.mark.timeout(1200)
 def test_a_record_that_is_not_synced_first_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delete.Deletion, "_record", give_back_unsynced)
-    monkeypatch.setattr(delete, "_punch", lambda column, ids: set())  # segments alone are to tell
+    monkeypatch.setattr(FlatColumn, "_punch", lambda column, ids: set())  # segments alone are to tell
     with pytest.raises(CorruptionError, match="is missing|are missing"):
         cut_anywhere(tmp_path, 200, 0, monkeypatch)  # 1 in 40 falls where it shows

@@ -11,20 +11,18 @@ import logging
 import struct
 import time
 from collections.abc import Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError
-from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.flat import CHUNK_ROWS, Column
+from expstore.storages.columns.column_set import ColumnSet
+from expstore.storages.columns.flat import CHUNK_ROWS, PIECE_BYTES, FlatColumn
 
 __all__ = [
     "BLOCK_ROWS",
@@ -35,7 +33,6 @@ __all__ = [
     "read_entries",
     "seal_entry",
     "state_of",
-    "zeros_sum",
 ]
 
 _logger = logging.getLogger("expstore")
@@ -49,8 +46,7 @@ _HEADER = struct.Struct("<8sIIII")  # magic, format, slots per block, columns, c
 #: What an entry says of its block.
 NOTHING, SUMMED, GIVEN_UP, DAMAGED = range(4)
 
-#: Between so many bytes or sums the thread lets others run: a waiting one would need 5 ms to get its turn.
-_PIECE_BYTES = 1 << 20
+#: Between so many sums, or `PIECE_BYTES`, the thread lets others run.
 _PIECES = 64
 
 
@@ -73,15 +69,6 @@ def blocks_of(pieces: Iterable[tuple[int, int, int]]) -> set[int]:
         if n > 0:
             blocks.update(range(slot // BLOCK_ROWS, (slot + n - 1) // BLOCK_ROWS + 1))
     return blocks
-
-
-@cache
-def zeros_sum(size: int) -> int:
-    """Return the crc32c of `size` zero bytes."""
-    crc, piece = 0, bytes(min(size, _PIECE_BYTES))
-    for start in range(0, size, _PIECE_BYTES):
-        crc = google_crc32c.extend(crc, piece[: size - start])
-    return crc
 
 
 def _header(columns: int) -> bytes:
@@ -152,7 +139,7 @@ class Checksums(Checkpointed):
         group: The columns; all but the last (priority) are summed.
     """
 
-    def __init__(self, disk: Disk, path: Path, group: ColumnGroup) -> None:
+    def __init__(self, disk: Disk, path: Path, group: ColumnSet) -> None:
         self._columns = group.summed
         #: Blocks whose sums do not fit their bytes any more, and those of them without a row.
         self._changed: set[int] = set()
@@ -267,9 +254,9 @@ class Checksums(Checkpointed):
         for block in todo:
             entry = self._entries[block]
             for place, column in enumerate(self._columns):
-                entry["sums"][place] = _sum_block(column, block)
-                worked += column.row_bytes * BLOCK_ROWS + _PIECE_BYTES // _PIECES
-                if worked > _PIECE_BYTES:
+                entry["sums"][place] = column.sum_run(block * BLOCK_ROWS, BLOCK_ROWS)
+                worked += column.row_bytes * BLOCK_ROWS + PIECE_BYTES // _PIECES
+                if worked > PIECE_BYTES:
                     worked = 0
                     time.sleep(0)
             seal_entry(entry, generation=generation, sequence=sequence)
@@ -287,7 +274,7 @@ class Checksums(Checkpointed):
             seal_entry(entry, generation=generation, sequence=0)
         self._write(todo)
 
-    def rearranged(self, places: Sequence[int], new: Column | None = None) -> bytes:
+    def rearranged(self, places: Sequence[int], new: FlatColumn | None = None) -> bytes:
         """Return a whole file for other columns: sums stay, and so do stamps; nothing is read but `new`.
 
         Args:
@@ -302,7 +289,9 @@ class Checksums(Checkpointed):
                 continue
             if state == SUMMED:
                 entry["sums"] = [
-                    _sum_block(new, block) if place < 0 and new is not None else old["sums"][place]
+                    new.sum_run(block * BLOCK_ROWS, BLOCK_ROWS)
+                    if place < 0 and new is not None
+                    else old["sums"][place]
                     for place in places
                 ]
             seal_entry(entry, generation=int(old["generation"]), sequence=int(old["sequence"]))
@@ -325,21 +314,3 @@ class Checksums(Checkpointed):
     def close(self) -> None:
         """Close the file."""
         self.file.close()
-
-
-def _sum_block(column: Column, block: int) -> int:
-    """Return the crc32c of a block of a column, written or not."""
-    size = BLOCK_ROWS * column.row_bytes
-    if column.packed:
-        return 0  # its chunks have checksums of their own
-    if column.blank:
-        return zeros_sum(size)  # a hole: reading it would fill memory with zeros
-    rows: NDArray[np.uint8] = column.copy(block * BLOCK_ROWS, BLOCK_ROWS).reshape(-1).view(np.uint8)
-    if size <= _PIECE_BYTES:
-        crc: int = google_crc32c.value(rows)
-        return crc
-    crc = 0
-    for start in range(0, size, _PIECE_BYTES):
-        crc = google_crc32c.extend(crc, rows[start : start + _PIECE_BYTES])
-        time.sleep(0)
-    return crc

@@ -1,6 +1,6 @@
 """Columns on disk: Zarr v3 arrays whose shard files are one memory map.
 
-Used by `ZarrStorage`. A shard is all its rows in C order, then a chunk index that is known beforehand
+Used by sets of columns. A shard is all its rows in C order, then a chunk index that is known beforehand
 (Zarr v3 sharding codec, index at the end); rows are written with pwrite and read through the map.
 zarr-python makes the metadata and never runs when rows are written or read.
 """
@@ -8,35 +8,63 @@ zarr-python makes the metadata and never runs when rows are written or read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
-from expstore.core.values import Array, IntArray
-from expstore.disk.files import Disk, File, address_of
+from expstore.core.id_set import Gaps
+from expstore.core.values import Array, IntArray, cut_run
+from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
+from expstore.disk.threads import Threads
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
+from expstore.storages.columns.column import Column, Deleted, FieldSize, ReadPart, RowWriter, Run, WrittenPart
+from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.zarr_metadata import (
     CHUNK_ROWS,
     SEPARATOR,
     Layout,
     grow_shape,
+    read_layout,
     shard_footer,
     shard_name,
 )
 
-__all__ = ["CHUNK_ROWS", "REWRITE_BYTES", "Column", "shard_rows"]
+__all__ = [
+    "CHUNK_ROWS",
+    "PIECE_BYTES",
+    "REWRITE_BYTES",
+    "FlatColumn",
+    "FlatWriter",
+    "find_flat",
+    "finish",
+    "shard_rows",
+    "zeros_sum",
+]
 
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
 WIDE_ROW = 512
 #: So many bytes at a time are written again when a store is opened after a crash.
 REWRITE_BYTES = 8 << 20
+#: Between so many summed bytes the thread lets others run: a waiting one would need 5 ms to get its turn.
+PIECE_BYTES = 1 << 20
+#: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
+DIRECT_BYTES = 512 * 1024
+#: Longer writes are cut into pieces of so many bytes, for several threads.
+WRITE_BYTES = 2 << 20
+_PAGE = 4096
 #: Up to so many runs of rows are written one by one, more by a compiled loop.
 _FEW_RUNS = 16
 #: Of rows of up to so many bytes those that would not change are left out.
@@ -49,8 +77,17 @@ def shard_rows(row_bytes: int, slots: int | None) -> int:
     return rows if slots is None else min(rows, -(-slots // CHUNK_ROWS) * CHUNK_ROWS)
 
 
-class Column:
-    """Keep one field of all rows.
+@cache
+def zeros_sum(size: int) -> int:
+    """Return the crc32c of `size` zero bytes."""
+    crc, piece = 0, bytes(min(size, PIECE_BYTES))
+    for start in range(0, size, PIECE_BYTES):
+        crc = google_crc32c.extend(crc, piece[: size - start])
+    return crc
+
+
+class FlatColumn(Column, ReadPart, WrittenPart):
+    """Keep one field of all rows, each in a place of its own in a file.
 
     Shards are made when the first row comes that needs them; the file has its full length at once and
     takes disk space as rows are written.
@@ -66,10 +103,8 @@ class Column:
         fills: Whether reading a hole through a map takes space, as in a file system in memory.
     """
 
-    #: Whether rows lie in packed chunks.
-    packed = False
-    #: Whether all rows lie in `view`.
-    viewed = True
+    #: How its chunks are packed: they are not.
+    packing: Packing | None = None
 
     def __init__(
         self,
@@ -82,9 +117,7 @@ class Column:
         write: bool = True,
         fills: bool = False,
     ) -> None:
-        self.entry = entry
-        self.folder = folder
-        self.row_bytes = entry.row_bytes
+        super().__init__(entry, folder, slots, entry.row_bytes)
         self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
         self.separator = SEPARATOR if layout is None else layout.separator
         self.files: list[File] = []
@@ -159,7 +192,7 @@ class Column:
             parents.append(parents[-1].parent)
         return parents
 
-    def open_shards(self) -> None:
+    def open_files(self) -> None:
         """Open the shards that are there, up to the first one that is not whole."""
         while self._limit is None or len(self.files) < self._limit:
             number = len(self.files)
@@ -173,14 +206,10 @@ class Column:
             self.files.append(file)
         if self._limit is None and len(self.files) > 1:
             grow_shape(self._disk, self.folder, self.ready)
+        self._look_for_true()
 
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Open, for reading only, the shards that slots 0 to `slots` - 1 need.
-
-        Args:
-            slots: How many.
-            due: Whether all of them must be there; else the first one that is not ends the look.
-        """
+        """Open, for reading only, the shards that slots 0 to `slots` - 1 need; see `ReadPart`."""
         while self._looked * self.rows < slots:
             if not due and self._disk.size(self.shard_path(self._looked)) != self.file_bytes:
                 break
@@ -242,10 +271,16 @@ class Column:
             path = self.shard_path(len(self.files))
             raise self._unfit(path, self._disk.size(path))
 
-    def require_rows(self, slot: int, count: int, turn: int) -> None:
-        """Check nothing: a row is there if its shard is."""
+    def require_rows(self, first_id: int, count: int) -> None:
+        """Check that rows have a place: a row is there if its shard is.
 
-    def look_for_true(self) -> None:
+        Raises:
+            CorruptionError: A shard that holds rows is missing or has another length.
+        """
+        for slot, _, n in cut_run(first_id, count, self.slots):
+            self.require(slot + n if n else 0)
+
+    def _look_for_true(self) -> None:
         """Find out whether the column holds nothing but False."""
         step = REWRITE_BYTES // self.row_bytes or 1
         for start in range(0, self.ready if self.blank else 0, step):
@@ -277,6 +312,14 @@ class Column:
             return self.part(slot, count)
         self._check_run(slot, count)
         return self.read(slot, count)
+
+    def peek(self, slots: IntArray) -> Array:
+        """Copy rows out, zeros where none was ever written. Shapes as of `take`."""
+        found = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        there = slots < self.ready
+        # Not `take`: rows may be holes. Nothing else is read, but where holes must not be mapped.
+        found[there] = self.copy(0, int(slots[there].max(initial=-1)) + 1)[slots[there]]
+        return found
 
     def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
         """Cut a run of slots at shard ends: (file, byte offset in it, first row of the run, rows)."""
@@ -320,6 +363,30 @@ class Column:
         torch.index_select(rows, 0, torch.from_numpy(slots), out=out)
         return taken
 
+    def fill(self, pieces: Iterable[tuple[int, int, int]], values: Array) -> set[File]:
+        """Write a run of rows of a new column; return the files touched. Zeros stay holes where that is safe.
+
+        Args:
+            pieces: Where the run lies: (first slot, offset in the run, rows).
+            values: Shape `(n, *row shape)`.
+        """
+        touched: set[File] = set()
+        if not self.fills and not values.reshape(-1).view(np.uint8).any():
+            return touched  # holes read as zeros, and these were never written to
+        self.blank = False
+        for slot, offset, n in pieces:
+            for file, at, row, some in self.spans(slot, n):
+                file.write(values[offset + row : offset + row + some], at)
+                touched.add(file)
+        return touched
+
+    def rewrite(self, slot: int, count: int) -> None:
+        """Write a run of slots again as they read, so that a sync brings them to the disk for sure."""
+        step = max(1, REWRITE_BYTES // self.row_bytes)
+        for start in range(slot, slot + count, step):
+            for file, at, row, n in self.spans(start, min(step, slot + count - start)):
+                file.write(self.view[start + row : start + row + n].copy(), at)
+
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Write single rows; return the files touched. Neighbours in order go in one write."""
         if self.blank:
@@ -361,8 +428,237 @@ class Column:
         )
         return [self.files[number] for number in sorted(set(shards))]
 
+    # -- sums and space --------------------------------------------------------------------------
+
+    def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
+        """Return the crc32c of what came before and of a run of rows; None: rows have no place."""
+        for slot, _, n in cut_run(first_id, count, self.slots):
+            if slot + n > self.ready:
+                return None
+            crc = google_crc32c.extend(crc, self.copy(slot, n).reshape(-1).view(np.uint8))
+        return crc
+
+    def sum_run(self, slot: int, count: int) -> int:
+        """Return the crc32c of a run of slots, written or not."""
+        size = count * self.row_bytes
+        if self.blank:
+            return zeros_sum(size)  # a hole: reading it would fill memory with zeros
+        rows: NDArray[np.uint8] = self.copy(slot, count).reshape(-1).view(np.uint8)
+        if size <= PIECE_BYTES:
+            crc: int = google_crc32c.value(rows)
+            return crc
+        crc = 0
+        for start in range(0, size, PIECE_BYTES):
+            crc = google_crc32c.extend(crc, rows[start : start + PIECE_BYTES])
+            time.sleep(0)
+        return crc
+
+    def free(self, deleted: Deleted) -> set[File]:
+        """Give back the pages in which there are only rows that have left; return the files."""
+        return set() if self.blank else self._punch(deleted.near)
+
+    def _punch(self, ids: Gaps) -> set[File]:
+        size, shard = self.row_bytes, self.rows * self.row_bytes
+        starts = -(-(ids.first - 1) * size // _PAGE) * _PAGE
+        stops = np.minimum(ids.last * size // _PAGE * _PAGE, len(self.files) * shard)
+        some = starts < stops
+        files: set[File] = set()
+        for start, stop in zip(starts[some].tolist(), stops[some].tolist(), strict=True):
+            while start < stop:
+                number = start // shard
+                end = min(stop, (number + 1) * shard)
+                self.files[number].punch(start - number * shard, end - number * shard)
+                files.add(self.files[number])
+                start = end
+        return files
+
+    def paths(self) -> list[Path]:
+        """Return the files in which rows are."""
+        return [file.path for file in self.files]
+
+    def least_shards(self, rows: int) -> int:
+        """Return how many shards there are at least if there are so many rows."""
+        return -(-rows // self.rows)
+
+    def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
+        """Return how the field lies on disk; see `Column`."""
+        used = self._disk.used(self.folder) if self._disk.exists(self.folder) else 0
+        if self.fault is not None:
+            return FieldSize(None, None, None, used, None, None, self.row_bytes)
+        # Where nothing was written, as for flags that are never set, rows take less.
+        row_bytes = min(self.row_bytes, used / held) if held else self.row_bytes
+        return FieldSize("flat", None, None, used, None, None, row_bytes)
+
+    @property
+    def mean_bytes(self) -> int:
+        """How many bytes a row takes in memory."""
+        return self.row_bytes
+
+    def used_bytes(self, rows: int) -> float:
+        """Return how much disk space a row takes."""
+        return self.row_bytes
+
     def close(self) -> None:
         """Close the files; the map goes when no array is over it any more."""
         for file in self.files:
             file.close()
         self.files = []
+
+
+def find_flat(
+    disk: Disk, folder: Path, entry: Field, slots: int | None, *, fills: bool, fault: str | None = None
+) -> FlatColumn:
+    """Return a column for reading; one whose metadata cannot be read is damaged as a whole.
+
+    Args:
+        disk: Where files are touched.
+        folder: The folder of its Zarr array.
+        entry: The field.
+        slots: How many rows a ring has; None: the column grows.
+        fills: Whether reading a hole through a map takes space, as in a file system in memory.
+        fault: What is known to be wrong with its metadata.
+    """
+    layout = None
+    if fault is None:
+        try:
+            layout = read_layout(disk, folder, entry)
+        except StorageError as exc:
+            fault = exc.message
+    column = FlatColumn(disk, folder, entry, slots, layout=layout, write=False, fills=fills)
+    column.fault = fault
+    return column
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Slots `low` to `high` - 1, which lie in one shard of every column that is written.
+
+    Columns that hold nothing but False are not: a hole in a file reads as False already.
+    """
+
+    low: int
+    high: int
+    places: list[int]
+    files: list[File]
+    fds: IntArray
+    widths: IntArray
+    bases: IntArray  # first slot of each shard
+    holes: list[int]
+    wanted: int  # how many columns it was made for
+
+    @classmethod
+    def around(cls, columns: Mapping[int, FlatColumn], slot: int, holes: list[int], wanted: int) -> _Span:
+        places = [place for place in columns if place < wanted and place not in holes]
+        chosen = [columns[place] for place in places]
+        numbers = [slot // column.rows for column in chosen]
+        files = [column.files[number] for column, number in zip(chosen, numbers, strict=True)]
+        bases = np.array([number * column.rows for column, number in zip(chosen, numbers, strict=True)])
+        return cls(
+            low=int(bases.max()),
+            high=min(int(base) + column.rows for column, base in zip(chosen, bases, strict=True)),
+            places=places,
+            files=files,
+            fds=np.array([file.fd for file in files]),
+            widths=np.array([column.row_bytes for column in chosen]),
+            bases=bases,
+            holes=holes,
+            wanted=wanted,
+        )
+
+
+class FlatWriter(RowWriter):
+    """Writes runs of rows to flat columns.
+
+    Threads: one writes.
+
+    Args:
+        disk: Where files are touched.
+        columns: By place; they have a place for all rows that are written.
+        row_bytes: Size of a row, in all columns of the store.
+        threads: Write long runs.
+    """
+
+    def __init__(
+        self, disk: Disk, columns: Mapping[int, FlatColumn], row_bytes: int, threads: Threads
+    ) -> None:
+        self._disk, self._columns, self._row_bytes, self._threads = disk, columns, row_bytes, threads
+        self._flags = [(place, column) for place, column in columns.items() if column.entry.dtype == "bool"]
+        self._span: _Span | None = None
+
+    def write(self, run: Run) -> list[int]:
+        """Write rows; `run.jobs` has what other threads still write."""
+        holes, count = [], run.count
+        for place, column in self._flags:
+            if column.blank:
+                # Never set again: a change in place may have written a True meanwhile.
+                if np.count_nonzero(run.values[place]):
+                    column.blank = False
+                else:
+                    holes.append(place)
+        if count * self._row_bytes > DIRECT_BYTES:
+            self._write_each(run, run.pieces, holes)
+            return []
+        arrays, wanted = run.values, len(run.values)
+        span = self._span
+        for slot, offset, n in run.pieces:
+            if (
+                span is None
+                or span.wanted != wanted
+                or span.holes != holes
+                or not span.low <= slot <= slot + n <= span.high
+            ):
+                self._span = span = _Span.around(self._columns, slot, holes, wanted)
+            if slot + n > span.high:
+                self._write_each(run, [(slot, offset, n)], holes)
+                finish(run.jobs)
+                run.jobs.clear()
+                continue
+            starts = np.array([address_of(arrays[place]) for place in span.places])
+            if offset:
+                starts += span.widths * offset
+            sizes = span.widths if n == 1 else span.widths * n
+            keep = arrays if not offset and n == count else [array[offset : offset + n] for array in arrays]
+            parts = [keep[place] for place in span.places]
+            self._disk.scatter(parts, span.files, span.fds, starts, sizes, (slot - span.bases) * span.widths)
+        return []
+
+    def write_again(self, run: Run, synced: int) -> None:
+        """Write rows, whether they are there or not."""
+        self.write(run)
+        finish(run.jobs)
+
+    def _write_each(self, run: Run, pieces: Sequence[tuple[int, int, int]], holes: Sequence[int]) -> None:
+        """Write column by column: long runs, on several threads, and those that cross a shard's end."""
+        for place, column in self._columns.items():
+            if place in holes or place >= len(run.values):
+                continue
+            array, rows = run.values[place], max(1, WRITE_BYTES // column.row_bytes)
+            for slot, offset, n in pieces:
+                for start in range(0, n, rows):
+                    for file, at, row, some in column.spans(slot + start, min(rows, n - start)):
+                        first = offset + start + row
+                        self._write_some(file, array[first : first + some], at, run.jobs)
+
+    def _write_some(self, file: File, part: Array, at: int, jobs: list[Future[None]]) -> None:
+        if part.nbytes <= KEEP_GIL_BYTES:
+            file.write(part, at)
+        elif (job := self._disk.write_beside(self._threads, file, part, at)) is not None:
+            jobs.append(job)
+
+
+def finish(jobs: Sequence[Future[None]]) -> None:
+    """Wait for writes, whatever comes in between; raise the first failure."""
+    if not jobs:
+        return
+    interruption = None
+    while True:
+        try:
+            wait(jobs)
+            break
+        except BaseException as exc:  # a write that goes on would reach the slots of later rows
+            interruption = exc
+    for job in jobs:
+        if (failure := job.exception()) is not None:
+            raise failure
+    if interruption is not None:
+        raise interruption

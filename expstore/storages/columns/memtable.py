@@ -1,69 +1,315 @@
-"""Rows that stand in the journal with all their bytes, and not yet in the columns.
+"""Rows in memory over the columns: what readers must see that the columns do not hold yet.
 
-Used by the Zarr storage for rows that come one by one: one write to the journal instead of one per
-column. Whoever reads columns drains it first; recovery applies what a killed writer had not.
+Used by the storages on disk and by followers. The journal has every such row. Nothing here touches a file but
+what writes the rows to the columns.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expstore.core.lock_order import LockOrder
-from expstore.core.values import Array, IntArray
-from expstore.storages.columns.payload import mix_rows
+from expstore.core.values import Array, IntArray, cut_run
+from expstore.storages.columns.column import Column
+from expstore.storages.columns.payload import join_payload
+from expstore.storages.columns.priorities import StoredPriorities
 
 if TYPE_CHECKING:
+    from expstore.storages.columns.column_set import ColumnSet
     from expstore.storages.columns.column_set_writer import WritableColumns
-    from expstore.storages.columns.flat import Column
 
-__all__ = ["TAIL_ROWS", "Tail"]
+__all__ = ["MEMTABLE_ROWS", "Memtable", "Overlay", "ReplacedRows", "RowBatch", "RowsOver"]
 
-#: Batches of up to this many rows and bytes go to the tail.
-TAIL_ROWS = 8
-#: So many rows are drained together.
+#: Batches of up to this many rows and bytes go to the memtable.
+MEMTABLE_ROWS = 8
+#: So many rows are written to the columns together.
 _FULL = 128
+_Pin = TypeVar("_Pin")
 
 
-class Tail:
-    """Hold consecutive rows until they are written to the columns.
+class RowsOver(ABC):
+    """Rows in memory that are newer than those of the columns."""
 
-    Threads: the writer adds, anybody drains. Crashes: what is in here is in the journal too.
+    @abstractmethod
+    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and those that are newer from here.
+
+        Args:
+            columns: What lies below.
+            slots: Which rows. Shape `(n,)`.
+            places: Of the columns wanted.
+
+        Returns:
+            One array per place. Shapes `(n, *row shape)`.
+
+        Raises:
+            CorruptionError: Rows of the columns are damaged.
+        """
+
+    @abstractmethod
+    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows of a column in pieces; copied only where rows lie over it."""
+
+
+class Overlay(RowsOver):
+    """Rows by place (the column's number) and slot.
+
+    Followers keep here what a stopped writer had only put into the journal, since they must not write to the
+    columns; a writer keeps here what the disk took only half of.
+
+    Threads: filled by one, before others read.
+    """
+
+    def __init__(self) -> None:
+        self._slots: dict[int, IntArray] = {}  # sorted, each once
+        self._rows: dict[int, Array] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def put(self, place: int, slots: IntArray, rows: Array) -> None:
+        """Lay rows of a column over what it holds; of a slot given twice the last one counts.
+
+        Args:
+            place: The column's number.
+            slots: Where. Shape `(n,)`.
+            rows: What. Shape `(n, *row shape)`.
+        """
+        if place in self._slots:
+            slots = np.concatenate([self._slots[place], slots])
+            rows = np.concatenate([self._rows[place], rows])
+        names, last = np.unique(slots[::-1], return_index=True)
+        self._slots[place], self._rows[place] = names, rows[::-1][last]
+
+    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        if not self._slots:
+            return columns.take(slots, places)
+        return [self._take(place, columns.columns[place], slots) for place in places]
+
+    def _take(self, place: int, column: Column, slots: IntArray) -> Any:
+        known = self._slots.get(place)
+        if known is None:
+            return column.take(slots)
+        at = np.minimum(np.searchsorted(known, slots), known.size - 1)
+        newer = np.where(known[at] == slots, at, -1)
+        return column.mix(slots, newer, self._rows[place])
+
+    def lay_onto(self, place: int, values: Array) -> None:
+        """Write the rows that lie over a column into a copy of it, found by slot."""
+        if place in self._slots:
+            values[self._slots[place]] = self._rows[place]
+
+    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows of a column in pieces; see `RowsOver`."""
+        if place not in self._slots:
+            return columns.columns[place].views(first_id, count)
+        runs = cut_run(first_id, count, columns.slots)
+        parts = [self.parts(place, columns.columns[place], slot, n) for slot, _, n in runs]
+        return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
+
+    def parts(self, place: int, column: Column, slot: int, count: int) -> list[Any]:
+        """Return a run of slots of a column, cut where rows lie over it."""
+        known = self._slots.get(place)
+        if known is None:
+            return [column.part(slot, count)]
+        first, stop = np.searchsorted(known, [slot, slot + count]).tolist()
+        inside = known[first:stop]
+        parts: list[Array] = []
+        done = slot
+        for run in np.split(np.arange(first, stop), np.flatnonzero(np.diff(inside) != 1) + 1):
+            if run.size:
+                start = int(known[run[0]])
+                parts.append(column.part(done, start - done))
+                parts.append(self._rows[place][run[0] : run[-1] + 1])
+                done = start + run.size
+        parts.append(column.part(done, slot + count - done))
+        return [part for part in parts if part.shape[0]]
+
+
+class RowBatch(Generic[_Pin]):
+    """Rows by slot, column by column, which are written to the columns together.
+
+    Threads: one adds, any number read; a row that is found is whole.
+
+    Args:
+        slots: How many slots the ring has.
+        places: Which columns the rows have; the first one is that of the priorities.
+        pin: Keeps checkpoints from covering the records of the rows.
+    """
+
+    def __init__(self, slots: int, places: Sequence[int], pin: _Pin) -> None:
+        self.pin, self.places = pin, list(places)
+        self.bytes = self._count = 0
+        self._at = np.full(slots, -1, np.int32)
+        self._rows: list[Array] = []
+
+    def add(self, slots: IntArray, columns: Sequence[Array]) -> None:
+        """Take rows, each slot once."""
+        end = self._count + slots.size
+        if not self._rows or end > len(self._rows[0]):
+            room = max(1024, 2 * end)
+            grown = [np.empty((room, *column.shape[1:]), column.dtype) for column in columns]
+            for new, old in zip(grown, self._rows, strict=False):
+                new[: self._count] = old[: self._count]
+            self._rows = grown
+        for rows, column in zip(self._rows, columns, strict=True):
+            rows[self._count : end] = column
+        self.bytes += sum(column.nbytes for column in columns)
+        self._at[slots] = np.arange(self._count, end)  # last: a row that is found is whole
+        self._count = end
+
+    def lay_over(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Write the rows that are here over what was read of the columns."""
+        at = self._at[slots]
+        here = at >= 0
+        if here.any():
+            rows = self._rows
+            for place, values in zip(places, columns, strict=True):
+                if place in self.places:
+                    values[here] = rows[self.places.index(place)][at[here]]
+
+    def columns(self) -> tuple[IntArray, list[Array]]:
+        """Return the slots, ascending, and their rows, column by column."""
+        slots = np.flatnonzero(self._at >= 0)
+        return slots, [rows[self._at[slots]] for rows in self._rows]
+
+
+class ReplacedRows(RowsOver, Generic[_Pin]):
+    """Rows that take the places of others.
+
+    Each lies anywhere in the columns, and the journal must be on the disk before it is written there: so many
+    of them are written together, by a checkpoint.
+
+    Invariants: a row goes from the batch that waits to the one that is being written, and from there to the
+    columns, so a reader looks in this order and misses none. A change that failed half-way hides the columns
+    (`fail`) until the journal is read again.
+
+    Threads: writers hold the storage's lock, `begin` and `end` the checkpointer's; any number read. Crashes:
+    the journal has every row.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: RowBatch[_Pin] | None = None
+        self._writing: RowBatch[_Pin] | None = None
+        self._failed: Overlay | None = None
+
+    def __bool__(self) -> bool:
+        return self._waiting is not None or self._writing is not None
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes wait for a checkpoint."""
+        waiting = self._waiting
+        return 0 if waiting is None else waiting.bytes
+
+    def add(
+        self, slots: IntArray, columns: Sequence[Array], make_batch: Callable[[], RowBatch[_Pin]]
+    ) -> None:
+        """Take rows; the lock of the episodes is held.
+
+        Args:
+            slots: Where the rows lie, each once. Shape `(n,)`.
+            columns: Their values, in the order of the batch's places.
+            make_batch: Called where no batch waits: it pins the records of the rows.
+        """
+        waiting = self._waiting or make_batch()
+        waiting.add(slots, columns)
+        self._waiting = waiting
+
+    def begin(self) -> RowBatch[_Pin] | None:
+        """Return the rows that are to be written now, those of an attempt that failed first; None: none."""
+        if self._writing is None:
+            self._writing, self._waiting = self._waiting, None
+        return self._writing
+
+    def end(self) -> None:
+        """Note that the columns have the rows that `begin` returned."""
+        self._writing = None
+
+    def fail(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        """Show a change whole that the columns have only half of; the journal has all of it."""
+        failed = Overlay()
+        for place, values in zip(places, columns, strict=True):
+            failed.put(place, slots, values)
+        self._failed = failed
+
+    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        waiting = self._waiting  # in this order: see the class
+        writing, failed = self._writing, self._failed
+        if failed is not None:
+            return failed.take(columns, slots, places)
+        taken = columns.take(slots, places)
+        for batch in (writing, waiting):
+            if batch is not None:
+                batch.lay_over(slots, places, taken)
+        return taken
+
+    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows of a column in pieces; see `RowsOver`."""
+        over = self.overlay()
+        if over is None:
+            return columns.columns[place].views(first_id, count)
+        return over.views(columns, place, first_id, count)
+
+    def overlay(self) -> Overlay | None:
+        """Return what lies over the columns; None: nothing does."""
+        waiting = self._waiting
+        writing, failed = self._writing, self._failed
+        if failed is not None or (waiting is None and writing is None):
+            return failed
+        over = Overlay()
+        for batch in (writing, waiting):
+            if batch is not None:
+                slots, columns = batch.columns()
+                for place, values in zip(batch.places, columns, strict=True):
+                    over.put(place, slots, values)
+        return over
+
+
+class Memtable(RowsOver, Generic[_Pin]):
+    """The rows that a store's columns lack: recent ones, which came one by one, and ones that replace others.
+
+    Recent rows cost one write to the journal instead of one per column. A reader of columns drains them
+    first; recovery does so for a writer that was killed.
+
+    Threads: the writer adds, anybody drains and reads. Crashes: what is in here is in the journal, too.
 
     Args:
         order: Of the storage's locks.
+        priorities: Those of all rows.
     """
 
-    def __init__(self, order: LockOrder) -> None:
-        self.lock = order.ranked("tail", threading.RLock())
-        #: Id of its first row, and how many it has: one object, so that nobody sees half of a change.
+    def __init__(self, order: LockOrder, priorities: StoredPriorities) -> None:
+        self.replaced: ReplacedRows[_Pin] = ReplacedRows()
+        #: Id of the first recent row, and how many there are: one object, of which nobody sees one half.
         self.span = (0, 0)
+        self._lock = order.ranked("tail", threading.RLock())
+        self._priorities = priorities
         self._batches: list[list[bytes]] = []
 
     def add(self, first_id: int, count: int, parts: list[bytes]) -> None:
-        """Take rows that follow those it has.
+        """Take recent rows, which follow those it has.
 
         Args:
             first_id: Of the first one.
             count: How many.
             parts: Their bytes, as `payload` has them: per column; priority is left out.
         """
-        with self.lock:
+        with self._lock:
+            first, known = self.span
             self._batches.append(parts)
-            self.span = (self.first_id if self.count else first_id, self.count + count)
-
-    @property
-    def first_id(self) -> int:
-        """Id of its first row."""
-        return self.span[0]
+            self.span = (first if known else first_id, known + count)
 
     @property
     def count(self) -> int:
-        """How many rows it has."""
+        """How many recent rows it has."""
         return self.span[1]
 
     @property
@@ -71,76 +317,57 @@ class Tail:
         """Whether it is time to drain it."""
         return self.count >= _FULL
 
-    def _rows(self, place: int, column: Column) -> Array:
-        """Return one column of fixed size of all rows. Shape `(count, *row shape)`; the lock is held."""
-        data = b"".join([parts[place] for parts in self._batches])
-        return np.frombuffer(data, column.entry.numpy_dtype).reshape(self.count, *column.entry.shape)
+    def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
+        """Return whether one of these slots is of a recent row; rows that come now are later ones."""
+        return bool((self._numbers(columns, slots) >= 0).any())
 
-    def holds(self, slots: IntArray, ring: int | None) -> NDArray[np.bool_]:
-        """Say which slots are of rows that stand here; those that come to it now are of later ones.
-
-        Args:
-            slots: Shape `(n,)`.
-            ring: How many slots there are; None: the store grows.
-        """
+    def _numbers(self, columns: ColumnSet, slots: IntArray) -> IntArray:
+        """Return which number each slot has among the recent rows; -1: it is of none. Shapes `(n,)`."""
         first_id, count = self.span
-        offsets = _offsets(slots, first_id, ring)
-        return (offsets >= 0) & (offsets < count)
+        numbers = slots - (first_id - 1)
+        if columns.slots is not None:
+            numbers %= columns.slots
+        return np.where((numbers >= 0) & (numbers < count), numbers, -1)
 
-    def take(
-        self, group: WritableColumns, slots: IntArray, wanted: Sequence[int], priorities: Array
-    ) -> list[Array]:
-        """Copy rows out where those that stand here cannot be written: they come from memory.
+    def _parts(self) -> list[bytes]:
+        """Return the bytes of the recent rows, as `payload` has them; the lock is held."""
+        return [b"".join(batches) for batches in zip(*self._batches, strict=True)]
 
-        Args:
-            group: The columns.
-            slots: Which rows. Shape `(n,)`.
-            wanted: Places of the columns.
-            priorities: By slot.
-
-        Returns:
-            One array per column. Shapes `(n, *row shape)`.
-        """
-        with self.lock:
-            here = self.holds(slots, group.slots)
-            offsets = _offsets(slots, self.first_id, group.slots)
-            found: list[Any] = []
-            for place in wanted:
-                column = group.columns[place]
-                if column.entry.variable:
-                    data = b"".join([parts[-1] for parts in self._batches])
-                    found.append(mix_rows(group, place, slots, here, offsets, data))
-                    continue
-                rows = np.empty((slots.size, *column.entry.shape), column.entry.numpy_dtype)
-                rows[~here] = column.take(slots[~here])
-                if place == len(group.columns) - 1:
-                    rows[here] = priorities[slots[here]]
-                elif here.any():
-                    rows[here] = self._rows(place, column)[offsets[here]]
-                found.append(rows)
-            return found
-
-    def drop(self) -> None:
-        """Forget all rows; the journal has them, or the columns."""
-        with self.lock:
-            self._batches, self.span = [], (0, 0)
-
-    def write(self, columns: WritableColumns, pieces: list[tuple[int, int, int]], priorities: Array) -> None:
-        """Write all rows to the columns; the lock is held, and `drop` follows.
+    def drain(self, columns: WritableColumns, note: Callable[[int], None]) -> None:
+        """Write the recent rows to the columns.
 
         Args:
             columns: Where to.
-            pieces: Where the rows lie: (first slot, offset in the run, rows).
-            priorities: Of the rows. Shape `(count,)`.
+            note: Told the id of the last row, before others see that none is left: they write newer rows
+                then.
+
+        Raises:
+            StorageError: The disk failed; the rows stay here.
         """
-        parts = [b"".join(batches) for batches in zip(*self._batches, strict=True)]
-        columns.write_parts(pieces, parts, priorities)
+        with self._lock, self._priorities.lock:
+            first_id, count = self.span
+            if count:
+                pieces = cut_run(first_id, count, columns.slots)
+                values = self._priorities.values
+                priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
+                columns.write_parts(pieces, self._parts(), priorities)
+                note(first_id + count - 1)
+                self._batches, self.span = [], (0, 0)
 
+    def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
+        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        if not self.span[1] or not self.holds(columns, slots):
+            return self.replaced.take(columns, slots, places)
+        with self._lock:
+            newer, (first_id, count) = self._numbers(columns, slots), self.span
+            if not count:  # drained just now
+                return self.replaced.take(columns, slots, places)
+            pieces, values = cut_run(first_id, count, columns.slots), self._priorities.values
+            rows = join_payload(columns, self._parts(), pieces).values
+            priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
+            rows = [*rows, priorities]
+            return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]
 
-def _offsets(slots: IntArray, first_id: int, ring: int | None) -> IntArray:
-    """Return how far behind a row the slots lie. Shapes `(n,)`."""
-    if ring is None:
-        return slots - (first_id - 1)
-    offsets: IntArray = slots - (first_id - 1) % ring
-    offsets[offsets < 0] += ring
-    return offsets
+    def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows of a column in pieces, when recent rows are drained; see `RowsOver`."""
+        return self.replaced.views(columns, place, first_id, count)

@@ -8,22 +8,18 @@ message behind its u32 length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from expstore.core.values import Array, IntArray
-from expstore.errors import CorruptionError
+from expstore.core.values import Array
+from expstore.storages.columns.column import Run
+from expstore.storages.columns.column_set import ColumnSet
 
-if TYPE_CHECKING:
-    from expstore.storages.columns.column_set import ColumnGroup
-
-__all__ = ["join_segments", "mix_rows", "payload_parts", "split_payload"]
-
-_LENGTH_BYTES = 4
+__all__ = ["join_payload", "payload_parts", "split_payload"]
 
 
-def payload_parts(group: ColumnGroup, columns: Sequence[Any], numbers: Array) -> list[bytes]:
+def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> list[bytes]:
     """Return a batch as bytes, a part per column, and one behind them for fields without a fixed size.
 
     Args:
@@ -31,75 +27,42 @@ def payload_parts(group: ColumnGroup, columns: Sequence[Any], numbers: Array) ->
         columns: The values, one array per field. Shapes `(n, *row shape)`.
         numbers: Ids, episodes, steps, times. Shape `(4, n)`.
     """
-    apart = group.segment_places
+    apart = group.variable_places
     parts = [b"" if place in apart else column.tobytes() for place, column in enumerate(columns)]
     parts += [values.tobytes() for values in numbers]
-    if group.segments is not None:
-        import pyarrow as pa
-
-        batch = pa.record_batch([columns[place] for place in apart], schema=group.segments.schema)
-        message = batch.serialize().to_pybytes()
-        parts.append(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
-    return parts
+    return parts + [segments.pack([columns[place] for place in apart]) for segments in group.shared]
 
 
-def split_payload(group: ColumnGroup, payload: bytes, count: int) -> list[bytes]:
+def split_payload(group: ColumnSet, payload: bytes, count: int) -> list[bytes]:
     """Return the parts of a payload of so many rows, as `payload_parts` made them."""
     parts = []
     at = 0
-    for column in group.columns[:-1]:
+    for column in group.summed:
         size = column.row_bytes * count
         parts.append(payload[at : at + size])
         at += size
-    if group.segments is not None:
-        parts.append(payload[at:])
-    return parts
+    return parts + [payload[at:] for _ in group.shared]
 
 
-def join_segments(group: ColumnGroup, data: bytes) -> list[Any]:
-    """Return the rows of fields without a fixed size: the last parts of batches, one behind another.
-
-    Returns:
-        One pyarrow Array per field.
-
-    Raises:
-        CorruptionError: They are damaged.
-    """
-    import pyarrow as pa
-
-    assert group.segments is not None
-    schema, batches, at = group.segments.schema, [], 0
-    try:
-        while at < len(data):
-            size = int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
-            at += _LENGTH_BYTES
-            batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), schema)
-            batch.validate()
-            batches.append(batch)
-            at += size
-    except (pa.ArrowInvalid, OSError) as exc:
-        raise CorruptionError(f"rows in the journal cannot be read: {exc}") from exc
-    return [pa.concat_arrays([batch.column(number) for batch in batches]) for number in range(len(schema))]
-
-
-def mix_rows(
-    group: ColumnGroup, place: int, slots: IntArray, kept_back: Array, offsets: IntArray, data: bytes
-) -> Any:
-    """Return rows of a field without a fixed size, some from segments and some from the journal.
+def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tuple[int, int, int]]) -> Run:
+    """Return the rows whose bytes are given, without their priorities.
 
     Args:
         group: The columns.
-        place: The field's.
-        slots: Shape `(n,)`.
-        kept_back: Which of them are in the journal alone. Shape `(n,)`.
-        offsets: Which of its rows each is. Shape `(n,)`.
-        data: These, as `join_segments` takes them.
-    """
-    import pyarrow as pa
+        parts: As `payload_parts` makes them; those of several batches, one behind another.
+        pieces: Where the rows lie: (first slot, offset in the run, rows).
 
-    written = group.columns[place].take(slots[~kept_back])
-    rest: Any = join_segments(group, data)[group.segment_places.index(place)]
-    places = np.empty(slots.size, np.int64)
-    places[~kept_back] = np.arange(len(written))
-    places[kept_back] = len(written) + offsets[kept_back]
-    return pa.concat_arrays([written, rest]).take(pa.array(places))
+    Raises:
+        CorruptionError: Rows of fields without a fixed size are damaged.
+    """
+    count = sum(n for _, _, n in pieces)
+    variable: list[Any] = []
+    for segments, part in zip(group.shared, parts[len(group.summed) :], strict=True):
+        variable += segments.unpack(part)
+    values: dict[int, Any] = dict(zip(group.variable_places, variable, strict=True))
+    for place, (column, part) in enumerate(zip(group.summed, parts, strict=False)):
+        if place not in values:
+            rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
+            values[place] = rows.reshape(count, *column.entry.shape)
+    ordered = [values[place] for place in range(len(values))]
+    return Run(int(ordered[-4][0]), count, pieces, ordered, variable)

@@ -16,7 +16,7 @@ from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import File
 from expstore.errors import PriorityError
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.flat import FlatColumn
 
 __all__ = ["Priorities", "PriorityWatcher", "StoredPriorities", "check_priorities"]
 
@@ -188,7 +188,7 @@ class StoredPriorities(Priorities):
         """Note that the column lacks the values of these slots. Shape `(n,)`."""
         self._dirty[slots // PAGE_ROWS] = True
 
-    def write(self, column: Column) -> set[File]:
+    def write(self, column: FlatColumn) -> set[File]:
         """Write dirty pages to a column; return the files that were written to.
 
         Raises:

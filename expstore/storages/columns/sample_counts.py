@@ -23,7 +23,7 @@ SAMPLED = Field(("_row", "sampled"), "uint32", ())
 class Sampled:
     """Count in RAM.
 
-    Threads: whoever calls holds the storage's `sampled_lock`. Processes: each has its own. Crashes:
+    Threads: whoever calls holds the storage's `locks.sampled`. Processes: each has its own. Crashes:
     nothing outlives the process; `sample_counts_column.SampledColumn` keeps the same on disk.
 
     Args:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
-from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty
+from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File, address_of
+from expstore.disk.filesystem import fills_holes
 from expstore.errors import CorruptionError, StorageError
-from expstore.storages.columns.column_set import ColumnGroup, taken
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.flat import FlatColumn, find_flat
 from expstore.storages.columns.sample_counts import SAMPLED, Sampled
 from expstore.storages.format.zarr_metadata import make_metadata, read_layout
 
@@ -50,13 +50,13 @@ class SampledColumn(Sampled, Checkpointed):
 
     def __init__(self, disk: Disk, folder: Path, slots: int | None) -> None:
         self._disk = disk
-        self.column = Column(disk, _place(folder), SAMPLED, slots)
+        self.column = FlatColumn(disk, _place(folder), SAMPLED, slots)
         if read_layout(disk, self.column.folder, SAMPLED).rows != self.column.rows:
             raise CorruptionError(
                 f"{self.column.folder / 'zarr.json'} does not describe a column in shards of "
                 f"{self.column.rows} rows"
             )
-        self.column.open_shards()
+        self.column.open_files()
         #: Files, and folders with new names, that the next sync brings to the disk.
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -88,7 +88,7 @@ class SampledColumn(Sampled, Checkpointed):
         aside = place.with_name(place.name + ".tmp")
         disk.remove_tree(aside)
         disk.make_dir(aside)
-        column = Column(disk, aside, SAMPLED, slots)
+        column = FlatColumn(disk, aside, SAMPLED, slots)
         made = make_metadata([SAMPLED], [column.rows], slots, {})
         disk.put(aside / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
         folders = {aside}
@@ -153,7 +153,7 @@ class SampledColumn(Sampled, Checkpointed):
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
         """Return the files and folders that no checkpoint covers."""
-        return Dirty(taken(self.touched), taken(self.new_folders))
+        return Dirty(take_all(self.touched), take_all(self.new_folders))
 
     def abort(self, dirty: Dirty) -> None:
         """Take back what `begin` returned: it was not synced."""
@@ -200,7 +200,7 @@ def has_sampled(disk: Disk, folder: Path) -> bool:
     return disk.is_dir(_place(folder))
 
 
-def find_sampled(disk: Disk, folder: Path, slots: int | None) -> Column | None:
+def find_sampled(disk: Disk, folder: Path, slots: int | None) -> FlatColumn | None:
     """Return the column for reading; None: the store or version has none.
 
     Args:
@@ -210,7 +210,7 @@ def find_sampled(disk: Disk, folder: Path, slots: int | None) -> Column | None:
     """
     if not has_sampled(disk, folder):
         return None
-    return ColumnGroup(disk, folder, (SAMPLED,), slots, write=False).columns[0]
+    return find_flat(disk, _place(folder), SAMPLED, slots, fills=fills_holes(disk, folder))
 
 
 def _place(folder: Path) -> Path:

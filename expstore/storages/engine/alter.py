@@ -12,15 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from expstore.core.values import Array, IntArray, Key, cut_run, key_name
 from expstore.disk.files import File
-from expstore.errors import SchemaError, StateError, StorageError
+from expstore.errors import StateError, StorageError
 from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.engine.backfill import Filler, check_coming, check_going, places_without
 from expstore.storages.format.layout import refuse_objects
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
@@ -91,12 +89,11 @@ class StoredFields:
     def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
         group, sums, column = self._columns(), self._checksums(), building.column
         place = len(schema.fields) - 1
-        columns = [*group.columns[:place], column, *group.columns[place:]]
         packed = sums.rearranged([*range(place), -1, *range(place, len(group.summed))], column)
         disk, path = self._engine.disk, self._engine.path
         begin_late(disk, path, plan, packed, built=building.about, folders=sorted(building.folders))
         building.take_place()
-        self._commit(plan, schema, specs, columns)
+        self._commit(plan, schema, specs, group.with_column(place, column))
 
     def drop(self, key: Key, specs: str) -> None:
         """Have one field less; on the disk when this returns.
@@ -116,30 +113,16 @@ class StoredFields:
         with engine.reshaping.act(), self._tidying(), store.lock:
             store.check_writable()
             check_going(store, key)
-            if store.require_schema()[key].variable:
-                raise SchemaError(
-                    f"field {key_name(key)!r} has no fixed size: its rows lie with those of other such "
-                    "fields, and stay",
-                    hint="make another store for rows without it",
-                )
             schema = store.require_schema().without(key)
             place = store.place_of(key)
             plan = self._plan("drop", key, schema)
             group, sums = self._columns(), self._checksums()
-            for leaning, other in group.pairs.items():
-                if other == place:
-                    name = key_name(group.columns[leaning].entry.key)
-                    raise SchemaError(
-                        f"rows of field {name!r} are kept with those of {key_name(key)!r}, which has to stay",
-                        hint="make the store with share_next=False for fields that may go",
-                    )
+            group.check_removable(place)
             with self._one_act():
-                gone, rest = group.columns[place], places_without(len(group.columns), place)
-                summed = [n for n, c in enumerate(group.summed) if c is not gone]
+                kept, summed = group.without(place), places_without(len(group.summed), place)
                 begin_late(engine.disk, engine.path, plan, sums.rearranged(summed))
-                self._commit(plan, schema, specs, [group.columns[number] for number in rest])
-                self._columns().touched -= set(gone.files)
-                gone.close()
+                self._commit(plan, schema, specs, kept)
+                group.close_dropped(kept)
 
     def _refuse_archive(self, key: Key) -> None:
         if self._engine.archive is not None:
@@ -189,13 +172,13 @@ class StoredFields:
                 engine.health.note_interruption()
                 raise
 
-    def _commit(self, plan: Plan, schema: Schema, specs: str, columns: list[Column]) -> None:
+    def _commit(self, plan: Plan, schema: Schema, specs: str, columns: WritableColumns) -> None:
         engine, sums = self._engine, self._checksums()
         manifest = engine.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
         commit_late(engine.disk, engine.path, manifest)
-        self._store.take_fields(manifest, self._columns().reshaped(columns))
+        self._store.take_fields(manifest, columns)
         finish_late(engine.disk, engine.path)
-        checksums = Checksums(engine.disk, engine.path / CHECKSUMS, self._columns())
+        checksums = Checksums(engine.disk, engine.path / CHECKSUMS, columns)
         engine.rows.replace_checksums(checksums)
         checksums.note_changed(sums.changed)
         sums.close()
@@ -219,7 +202,9 @@ class _Building:
         disk.remove_tree(storage.path / ASIDE)
         folder = self._top / self._below
         disk.make_dir(folder)
-        self.column = Column(disk, folder, entry, slots, fills=storage.engine.rows.require_columns().fills)
+        self.column = FlatColumn(
+            disk, folder, entry, slots, fills=storage.engine.rows.require_columns().fills
+        )
         #: Files whose bytes `begin_late` is to bring to the disk, and folders with new names.
         self.about: list[Path] = []
         self.folders = {p for p in (folder, *folder.parents) if p.is_relative_to(self._top)}
@@ -242,13 +227,7 @@ class _Building:
         """Write the values of a run of rows."""
         column, pieces = self.column, cut_run(first_id, len(values), self._storage.geometry.slots)
         self.reach(max((slot + n for slot, _, n in pieces), default=0))
-        if not column.fills and not values.reshape(-1).view(np.uint8).any():
-            return  # holes read as zeros, and these were never written to
-        column.blank = False
-        for slot, offset, n in pieces:
-            for file, at, row, some in column.spans(slot, n):
-                file.write(values[offset + row : offset + row + some], at)
-                self._touched.add(file)
+        self._touched |= column.fill(pieces, values)
 
     def lay_rows(self, ids: IntArray, values: Array) -> None:
         """Write the values of single rows."""

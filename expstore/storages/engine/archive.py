@@ -126,7 +126,7 @@ class Archive:
         self.storage = storage
         self._made = made
         self.lock = order.ranked("archive", threading.Lock())
-        self._takeovers = -1
+        self._content = -1
         #: Rows of the ring up to this id are here, or never came, or were given up there.
         self.through = 0
         #: The same of those that outlive a power cut.
@@ -190,8 +190,8 @@ class Archive:
     def _look(self) -> None:
         """Find out which rows are here, after another opening, too."""
         storage = self.storage
-        if self._takeovers != storage.epochs.content:
-            self._takeovers = storage.epochs.content
+        if self._content != storage.epochs.content:
+            self._content = storage.epochs.content
             self.through = self.settled = newest_id(storage, storage.window)
 
     def check_fields(self, schema: Schema) -> None:
@@ -290,11 +290,11 @@ class Archive:
         Raises:
             StorageError: The disk failed.
         """
-        through, takeovers = self.through, self._takeovers
+        through, content = self.through, self._content
         if through > self.settled:
             self.storage.check_writable()
             self.storage.sync()
-            if takeovers == self.storage.epochs.content:
+            if content == self.storage.epochs.content:
                 self.settled = through
 
     @property
@@ -347,7 +347,7 @@ class Archive:
         ids = storage.window.ids()
         (there,) = storage.read(ids, [storage.place_of(ARCHIVED_ID)])
         storage.retention.delete_rows(Gaps.of_ids(ids[there >= first_id]))
-        self._takeovers = -1
+        self._content = -1
         self._look()
 
     def _note(self, meta: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.fragments import last_ids
 from expstore.errors import ExpStoreError, StateError
-from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows
 from expstore.storages.engine.archive import Archive, Going, Left, archive_path, archived_schema, with_left
@@ -50,7 +50,17 @@ class Archiver:
     """
 
     def __init__(self, engine: Engine, archive: Archive) -> None:
-        self._engine, self.archive = engine, archive
+        self._held: Engine | None = engine
+        self.archive = archive
+
+    @property
+    def _engine(self) -> Engine:
+        assert self._held is not None, "the ring is closed"
+        return self._held
+
+    def forget(self) -> None:
+        """Let the ring's engine be freed: it is closed."""
+        self._held = None
 
     @classmethod
     def open(
@@ -155,7 +165,7 @@ class Archiver:
             _logger.warning("rows of %s have not come to its archive: %s", self._engine.path, exc)
 
     def copy_through(self, through: int) -> None:
-        """Wait until rows up to an id are on the disk of the archive, with others that are as far."""
+        """Wait until rows up to an id are on the disk of the archive, and newer ones that may be by now."""
         engine, archive = self._engine, self.archive
         through = min(through, engine.rows.last)
         if through <= archive.settled:
@@ -253,7 +263,7 @@ class Archiver:
         engine, schema = self._engine, self._engine.require_schema()
         fields = len(schema.fields)
         places = range(fields + len(ROW_FIELDS) - 1)
-        row_bytes = schema.row_bytes + engine.rows.variable_bytes
+        row_bytes = engine.rows.require_columns().mean_bytes - ROW_BYTES
         for first, count in window.runs():
             at = 0
             while at < count:

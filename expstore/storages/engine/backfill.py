@@ -55,7 +55,7 @@ class Filler:
         self._storage, self._coming, self._place = storage, coming, place
         self._done = 0  # the newest id that has its value
         self._changes = storage.changes & ~1
-        self._takeovers = storage.epochs.content
+        self._content = storage.epochs.content
         self._step = max(1, _BYTES // coming.entry.row_bytes)
         if coming.fill is None:
             self._step = min(self._step, coming.rows)
@@ -74,7 +74,7 @@ class Filler:
             StateError: The storage has another content by now.
         """
         storage = self._storage
-        if storage.epochs.content != self._takeovers:
+        if storage.epochs.content != self._content:
             raise StateError("the store got another content meanwhile", hint="add the field again")
         if self._coming.compute is not None and storage.changes & ~1 != self._changes:
             window = storage.window
@@ -85,7 +85,7 @@ class Filler:
                 found, values = self._values(ids[start : start + self._step])
                 self._place.lay_rows(found, values)
         self._run()
-        if storage.window.last > self._done or storage.epochs.content != self._takeovers:
+        if storage.window.last > self._done or storage.epochs.content != self._content:
             raise StateError("rows were written while the values of a field were computed", hint="only read")
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """The background thread of a store on disk: writes priorities, and runs a checkpoint about once a second.
 
-Used by the engine, which it holds weakly, so that a forgotten store can be collected. It never raises: a
+Used by the engine. It holds a store weakly, so that a forgotten one can be collected. It never raises: a
 failed sync is noted in the store's health, and the next write raises an error.
 """
 
@@ -38,7 +38,9 @@ class Settled(Protocol):
 class Keeper:
     """Run a checkpoint a while after a store was written to.
 
-    Threads: any may note or hurry; one thread of its own acts. Processes: none runs in a forked child.
+    Threads: any may note or hurry; one thread of its own acts. It holds the store while it acts, and at no
+    other time: a store that was forgotten is collected between two acts, never inside one, whose locks its
+    `close` needs. Processes: none runs in a forked child.
 
     Args:
         engine: Whose checkpoints; held weakly.
@@ -46,6 +48,7 @@ class Keeper:
 
     def __init__(self, engine: Settled) -> None:
         self._engine = weakref.ref(engine)
+        self._owner: Callable[[], object | None] = lambda: None
         self._awake = threading.Event()
         self._hurry = threading.Event()
         self._stopped = False
@@ -53,8 +56,9 @@ class Keeper:
         #: Whether it was started.
         self.running = False
 
-    def start(self) -> None:
-        """Start the thread: the storage is open."""
+    def start(self, owner: object) -> None:
+        """Start the thread: a store is open, which is held weakly."""
+        self._owner = weakref.ref(owner)
         self.running = True
         self._thread.start()
 
@@ -95,10 +99,11 @@ class Keeper:
                 self._act(lambda engine: engine.settle())
 
     def _act(self, act: Callable[[Settled], None]) -> None:
-        engine = self._engine()
-        if engine is None:
+        owner, engine = self._owner(), self._engine()
+        if owner is None or engine is None:
             self._stopped = True
             return
         # A failure is noted in the store's health: the next write raises it.
         with contextlib.suppress(ExpStoreError):
             act(engine)
+        del owner  # here, where no lock is held, it may be collected

@@ -134,6 +134,8 @@ class Checkpointer:
     def pin(self, lsn: int, segment: File | None = None) -> Pin:
         """Let no checkpoint cover records after `lsn` until the pin is released.
 
+        `Updates` pins a change until the columns have it, `Deletion` a record until freed blocks are summed.
+
         The caller holds the lock of the episodes, and appends the record to be pinned in the same block.
         """
         pin = Pin(lsn, segment)
@@ -173,11 +175,26 @@ class Checkpointer:
         self.sync_journal(files, folders)
         journal.settle()
 
-    def sync_rows(self, collect: Callable[[], tuple[Iterable[File], Iterable[Path]]]) -> None:
-        """Sync files and folders with new rows, before the record that publishes them."""
+    def sync_rows(
+        self, collect: Callable[[], tuple[set[File], set[Path]]], put_back: Callable[[set[Path]], None]
+    ) -> None:
+        """Sync files and folders with new rows, before the record that publishes them.
+
+        Args:
+            collect: Returns them.
+            put_back: Given the folders if they could not be synced.
+
+        Raises:
+            StorageError: The disk failed.
+        """
         with self.lock:  # of two threads that sync a file at once only one hears of a failure
             with self._health.guarding():
-                self._disk.sync_all(*collect(), self._pool)
+                files, folders = collect()
+                try:
+                    self._disk.sync_all(files, folders, self._pool)
+                except BaseException:
+                    put_back(folders)
+                    raise
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ place, so that nothing is moved and every id stays. It never chooses rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,8 @@ from expstore.episodes.fragments import all_ids
 from expstore.errors import StateError
 from expstore.storages.capabilities import GivenUp
 from expstore.storages.columns.checksums import BLOCK_ROWS
-from expstore.storages.columns.flat import Column
-from expstore.storages.columns.packed.writer import PackedColumn
+from expstore.storages.columns.column import Deleted
 from expstore.storages.engine.checkpointer import Pin
-from expstore.storages.format.chunk_encoding import reach_for
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.paths import COLUMNS, SEGMENTS
 
@@ -85,14 +83,8 @@ class Deletion:
 
     def bytes_per_row(self) -> float:
         """Return how much space a row takes in the columns; of packed fields what it takes on average."""
-        group = self._engine.rows.columns
-        if group is None:
-            return 1.0
-        held = [column for place, column in enumerate(group.columns) if place not in group.segment_places]
-        flat = sum(column.row_bytes for column in held if not column.packed)
-        packed = sum(self._engine.disk.used(column.folder) for column in held if column.packed)
-        apart = 0 if group.segments is None else group.segments.mean_bytes
-        return flat + apart + packed / max(1, len(self._store))
+        columns = self._engine.rows.columns
+        return 1.0 if columns is None else columns.used_bytes(len(self._store))
 
     def rows_of(self, episodes: IntArray) -> Gaps:
         """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
@@ -204,26 +196,13 @@ class Deletion:
     def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
         """Give back the space of rows that have left, about some; return the files changed in place."""
         rows = self._engine.rows
-        group = rows.columns
-        files: set[File] = set()
-        if group is None:
-            return files
-        columns = list(group.columns)
-        if rows.sampled is not None:
-            columns.append(rows.sampled.column)
-        for place, column in enumerate(columns):
-            if isinstance(column, PackedColumn):
-                leaning = [group.columns[one].entry for one, other in group.pairs.items() if other == place]
-                lent = max(map(reach_for, leaning), default=0)
-                near = dead.common(pages.widened(column.packing.rows + lent))
-                column.thin(dead, near, lent)
-            elif place not in group.segment_places and not column.blank:
-                files |= _punch(column, pages)
-        if group.segments is not None:
-            with self._engine.checkpointer.lock:  # a checkpoint may merge them
-                group.segments.note_left(*rows.tombstones(self._engine.geometry.slots))
-                group.segments.give_up()
-        return files
+        if rows.columns is None:
+            return set()
+        counts = [] if rows.sampled is None else [rows.sampled.column]
+        deleted = Deleted(dead, pages, *rows.tombstones(self._engine.geometry.slots))
+        files = rows.columns.free(deleted, *counts)
+        with self._engine.checkpointer.lock:
+            return files | rows.columns.free_shared(deleted)
 
 
 def _ids_of(fragments: IntArray) -> Gaps:
@@ -246,27 +225,3 @@ def _blocks_of(ids: Gaps) -> list[list[int]]:
     """Return the blocks of slots in which rows lie: first one and the one behind, of each run."""
     blocks = Gaps.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
     return [[first, last + 1] for first, last in blocks]
-
-
-def _punch(column: Column, ids: Gaps) -> set[File]:
-    """Give back the pages of a column in which there are no other rows than these; return its files."""
-    size, shard = column.row_bytes, column.rows * column.row_bytes
-    starts = -(-(ids.first - 1) * size // _PAGE) * _PAGE
-    stops = np.minimum(ids.last * size // _PAGE * _PAGE, len(column.files) * shard)
-    some = starts < stops
-    files: set[File] = set()
-    for file, start, stop in _cut(column, starts[some], stops[some]):
-        file.punch(start, stop)
-        files.add(file)
-    return files
-
-
-def _cut(column: Column, starts: IntArray, stops: IntArray) -> Iterator[tuple[File, int, int]]:
-    """Cut runs of bytes at shard ends: (file, first byte in it, the byte behind)."""
-    shard = column.rows * column.row_bytes
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-        while start < stop:
-            number = start // shard
-            end = min(stop, (number + 1) * shard)
-            yield column.files[number], start - number * shard, end - number * shard
-            start = end

@@ -50,7 +50,8 @@ class Engine:
 
     Invariants: `rows` is what one opening opened, and is replaced as a whole, while the checkpointer's lock
     is held; `manifest` is what expstore.json says. A checkpoint covers no record that memory does not know:
-    the lock of the episodes is held from a record to the change of `rows` that it describes.
+    the lock of the episodes is held from a record to the change of `rows` that it describes, or a pin keeps
+    checkpoints from covering the record.
 
     Threads: the thread that holds the storage's lock appends and saves; the background thread tends and
     settles at any time. Crashes: every record that was appended survives the process, and the machine after
@@ -114,12 +115,12 @@ class Engine:
         self.archive: Archiver | None = None
         self.closed = False
         self.manifest, self.geometry = manifest, manifest.geometry
-        self._catalog: Callable[[], CatalogLike | None] = _no_catalog
+        self._catalog: Callable[[], CatalogLike | None] = lambda: None
 
     # -- what there is -----------------------------------------------------------------------------
 
     def adopt(self, rows: OpenStore, manifest: Manifest) -> None:
-        """Go on with what an opening has opened."""
+        """Adopt the result of an opening."""
         self.rows = rows
         self._set_manifest(manifest)
         self.checkpointer.restart(rows.journal.sequence, rows.last, rows.draws)
@@ -177,12 +178,10 @@ class Engine:
             One array per column. Shapes `(n, *row shape)`.
         """
         rows = self.rows
-        if rows.in_memtable(slots):
-            try:
+        if rows.holds_back(slots):
+            with contextlib.suppress(StorageError):  # then they come from memory
                 self.drain()
-            except StorageError:
-                return rows.memtable.take(rows.require_columns(), slots, places, rows.priorities.values)
-        return rows.replaced.take(rows.require_columns(), slots, places)
+        return rows.memtable.take(rows.require_columns(), slots, places)
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids; see `ReadView.views`."""
@@ -260,7 +259,7 @@ class Engine:
 
     def write_back(self) -> None:
         """Write to the columns what is in memory: replaced rows, counts, priorities."""
-        if self.rows.replaced:
+        if self.rows.memtable.replaced:
             self._write_replaced()
         self.write_values()
 
@@ -273,7 +272,7 @@ class Engine:
         if rows.sampled is not None and rows.sampled.owes:
             with self.locks.sampled:
                 rows.sampled.settle()
-        touched = rows.priorities.write(rows.columns.columns[-1])
+        touched = rows.priorities.write(rows.columns.row_fields[-1])
         if touched:
             with self.locks.episodes:
                 rows.columns.touched |= touched
@@ -298,7 +297,7 @@ class Engine:
             rows = self.rows
             if self.health.needs_recovery or not self.lock_file.held:
                 return
-            batch = rows.replaced.begin()
+            batch = rows.memtable.replaced.begin()
             if batch is None:
                 return
             segments, rotated = rows.journal.sync_files(), rows.journal.rotated
@@ -313,7 +312,7 @@ class Engine:
         self.shared.end_change()
         with self.locks.episodes:
             rows.note_touched(touched, slots)
-            rows.replaced.end()
+            rows.memtable.replaced.end()
             self.checkpointer.release(batch.pin)
 
     def block_sums(self) -> Array | None:
@@ -460,7 +459,5 @@ class Engine:
             self.lock_file.release()
             with contextlib.suppress(RuntimeError):  # collected by a thread of the pool itself
                 self.pool.shutdown()
-
-
-def _no_catalog() -> CatalogLike | None:
-    return None
+            if self.archive is not None:
+                self.archive.forget()

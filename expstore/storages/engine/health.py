@@ -33,7 +33,7 @@ class Health:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        #: A block that must not be left in the middle: if an exception leaves it, memory may lag behind.
+        #: A context manager: if its block raises, an interruption is noted.
         self.noting = _Noting(self)
         #: The fsync that failed; None: none has.
         self.failure: StorageError | None = None

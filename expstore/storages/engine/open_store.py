@@ -18,19 +18,18 @@ from expstore.core import tuning
 from expstore.core.geometry import RingGeometry
 from expstore.core.id_set import NO_GAPS, Gaps
 from expstore.core.values import Array, IntArray, cut_run
-from expstore.disk.checkpointed import Checkpointed
+from expstore.disk.checkpointed import Checkpointed, take_all
 from expstore.disk.files import File
 from expstore.episodes.log import EpisodeLog
 from expstore.errors import StateError
 from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
-from expstore.storages.columns.column_set import taken
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.memtable import TAIL_ROWS, Tail
+from expstore.storages.columns.memtable import MEMTABLE_ROWS, Memtable
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
-from expstore.storages.engine.replaced_rows import ReplacedRows
+from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.journal import Journal
 from expstore.storages.format.write_key_file import KeyFile
@@ -60,15 +59,13 @@ class OpenStore(RowState):
         columns: The rows; None: there are no fields yet.
         checksums: Of blocks of the columns; None with `columns`.
         memtable: Rows that the columns do not hold yet.
-        replaced: Rows that took the places of others, which the columns do not hold yet.
     """
 
     journal: Journal
     log: EpisodeLog
     columns: WritableColumns | None
     checksums: Checksums | None
-    memtable: Tail
-    replaced: ReplacedRows
+    memtable: Memtable[Pin]
     priorities: StoredPriorities
     write_keys: KeyFile
     sampled: SampledColumn | None
@@ -123,7 +120,7 @@ class OpenStore(RowState):
         if columns is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
-        if count <= min(TAIL_ROWS, geometry.spare) and (
+        if count <= min(MEMTABLE_ROWS, geometry.spare) and (
             columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
         ):
             return self._keep(columns, rows, geometry, shared)
@@ -158,24 +155,15 @@ class OpenStore(RowState):
             StorageError: The disk failed; the memtable still holds them.
         """
         memtable, columns = self.memtable, self.columns
-        if not memtable.count or columns is None or not shared.owned:
-            return  # a forked child must not write: the parent may have given their slots to other rows
-        with memtable.lock, self.priorities.lock:
-            if memtable.count:
-                runs = cut_run(memtable.first_id, memtable.count, columns.slots)
-                values = self.priorities.values
-                priorities = np.concatenate([values[slot : slot + n] for slot, _, n in runs])
-                memtable.write(columns, runs, priorities)
-                # Before others see an empty memtable: they write newer rows then, and set this further.
-                shared.drain(memtable.first_id + memtable.count - 1)
-                memtable.drop()
+        if memtable.count and columns is not None and shared.owned:
+            memtable.drain(columns, shared.drain)  # a forked child must not write: slots may have other rows
 
     # -- changing ----------------------------------------------------------------------------------
 
     @property
     def is_append_only(self) -> bool:
         """Whether a column can only be appended to, so that a write that failed leaves it in doubt."""
-        return self.columns is not None and (bool(self.columns.packed) or self.columns.segments is not None)
+        return self.columns is not None and bool(self.columns.unviewed_places)
 
     def write_column(self, place: int, slots: IntArray, values: Array) -> set[File]:
         """Write rows of one column in place; return the files that were written to.
@@ -229,37 +217,23 @@ class OpenStore(RowState):
             raise StateError("the store has no columns yet", hint="extend() it first")
         return self.columns
 
-    def in_memtable(self, slots: IntArray) -> bool:
+    def holds_back(self, slots: IntArray) -> bool:
         """Return whether a row of these slots is in the memtable. Shape `(n,)`."""
-        memtable = self.memtable
-        return bool(
-            memtable.count and self.columns is not None and memtable.holds(slots, self.columns.slots).any()
-        )
+        memtable, columns = self.memtable, self.columns
+        return bool(memtable.count) and columns is not None and memtable.holds(columns, slots)
 
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
         """View columns over a run of ids, none of which is in the memtable; see `ReadView.views`."""
-        group = self.columns
-        if group is None:
+        columns = self.columns
+        if columns is None:
             return [[] for _ in places]
-        runs, columns = cut_run(first_id, count, group.slots), group.columns
-        found: list[list[Any]] = []
-        over, segments = self.replaced.overlay(), group.segments
-        for place in places:
-            if segments is not None and place in group.segment_places:
-                number = group.segment_places.index(place)
-                found.append(segments.views(number, first_id, count))
-                continue
-            if over is not None and place < len(columns) - 1:
-                parts = [over.parts(place, columns[place], slot, n) for slot, _, n in runs]
-                found.append([part[0] if len(part) == 1 else np.concatenate(part) for part in parts])
-                continue
-            if not columns[place].viewed:
-                found.append([columns[place].part(slot, n) for slot, _, n in runs])
-                continue
-            is_priority = place == len(columns) - 1
-            source = self.priorities.values if is_priority else columns[place].view
-            found.append([source[slot : slot + n] for slot, _, n in runs])
-        return found
+        runs, priorities = cut_run(first_id, count, columns.slots), self.priorities.values
+        return [
+            [priorities[slot : slot + n] for slot, _, n in runs]
+            if place == len(columns.columns) - 1
+            else self.memtable.views(columns, place, first_id, count)
+            for place in places
+        ]
 
     def sizes_of(self, slots: IntArray) -> IntArray:
         """Return how many bytes the fields without a fixed size take in rows that are not in the memtable.
@@ -270,16 +244,7 @@ class OpenStore(RowState):
         Returns:
             Shape `(n,)`, int64.
         """
-        segments = None if self.columns is None else self.columns.segments
-        if segments is None:
-            return np.zeros(slots.size, np.int64)
-        return segments.sizes(segments.ids_of(slots))
-
-    @property
-    def variable_bytes(self) -> int:
-        """How many bytes the fields without a fixed size take per row, on average."""
-        segments = None if self.columns is None else self.columns.segments
-        return 0 if segments is None else int(segments.mean_bytes)
+        return np.zeros(slots.size, np.int64) if self.columns is None else self.columns.sizes(slots)
 
     # -- files -------------------------------------------------------------------------------------
 
@@ -290,8 +255,8 @@ class OpenStore(RowState):
 
     def take_new_folders(self) -> set[Path]:
         """Return the folders with new names in them, once."""
-        folders = taken(self.columns.new_folders) if self.columns is not None else set()
-        return folders if self.sampled is None else folders | taken(self.sampled.new_folders)
+        folders = self.columns.take_new_folders() if self.columns is not None else set()
+        return folders if self.sampled is None else folders | take_all(self.sampled.new_folders)
 
     def _parts(self) -> Iterator[_Part]:
         for part in (self.journal, self.log, self.write_keys, self.columns, self.checksums, self.sampled):

@@ -27,12 +27,11 @@ from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums, blocks_of
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.memtable import Tail
+from expstore.storages.columns.memtable import Memtable
 from expstore.storages.columns.payload import split_payload
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn, has_sampled
 from expstore.storages.engine.open_store import OpenStore
-from expstore.storages.engine.replaced_rows import ReplacedRows
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.control_page import PAGE
 from expstore.storages.format.journal import Journal, no_records, read_journal, settle_journal
@@ -41,7 +40,6 @@ from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG
 from expstore.storages.format.pending_swap import finish_late
 from expstore.storages.format.records import Publish, Redo, load_redo
 from expstore.storages.format.write_key_file import KEYS, KeyFile
-from expstore.storages.format.zarr_metadata import check_metadata
 from expstore.storages.recovery.recover import (
     Past,
     describe_past,
@@ -75,8 +73,18 @@ class Opened:
     recovered: str | None
 
 
-def make_columns(disk: Disk, path: Path, manifest: Manifest, schema: Schema) -> WritableColumns:
-    """Return the columns of a store, none of whose files are open yet."""
+def make_columns(
+    disk: Disk, path: Path, manifest: Manifest, schema: Schema, *, generation: int
+) -> WritableColumns:
+    """Return the columns of a store, none of whose files are open yet.
+
+    Args:
+        disk: Where files are touched.
+        path: The store's folder.
+        manifest: What expstore.json says.
+        schema: The fields.
+        generation: The number of the opening.
+    """
     return WritableColumns(
         disk,
         path / COLUMNS,
@@ -84,6 +92,7 @@ def make_columns(disk: Disk, path: Path, manifest: Manifest, schema: Schema) -> 
         manifest.geometry.slots,
         reach=manifest.geometry.reach,
         compression=manifest.compression,
+        generation=generation,
     )
 
 
@@ -204,8 +213,7 @@ class Opening:
                 log=log,
                 columns=columns,
                 checksums=checksums,
-                memtable=Tail(self._order),
-                replaced=ReplacedRows(),
+                memtable=Memtable(self._order, priorities),
                 draws=draws,
             )
             self._make_durable(past, store)
@@ -254,13 +262,11 @@ class Opening:
         schema = self._manifest.schema
         if schema is None:
             return None
-        columns = make_columns(self._disk, self._path, self._manifest, schema)
-        fields = [column.entry for column in columns.columns]
-        check_metadata(self._disk, columns.folder, fields, [column.rows for column in columns.columns])
+        generation = self._manifest.generation + 1
+        columns = make_columns(self._disk, self._path, self._manifest, schema, generation=generation)
+        columns.check_metadata()
         columns.open_shards()
         columns.warm()
-        if columns.segments is not None:
-            columns.segments.generation = self._manifest.generation + 1
         return columns
 
     def _open_counts(self, columns: WritableColumns) -> SampledColumn | None:
@@ -334,7 +340,7 @@ class Opening:
         parts = split_payload(columns, publish.payload, publish.count)
         # Priorities are written first, times last: where these are there, so are priorities, perhaps newer
         # ones. Ids alone would not do: after a power cut ids above the last durable row are given again.
-        ids, times = columns.columns[-len(ROW_FIELDS)], columns.columns[-2]
+        ids, _, _, times, _ = columns.row_fields
         there = all(
             slot + n <= columns.ready
             and (ids.read(slot, n) == np.arange(n) + publish.first_id + offset).all()
@@ -349,7 +355,7 @@ class Opening:
         geometry = self._manifest.geometry
 
         def times(ids: IntArray) -> IntArray:
-            return columns.columns[-2].take(geometry.slot_of(ids))
+            return columns.row_fields[3].take(geometry.slot_of(ids))
 
         known = times if self._same_boot or past.clean else None
         for redo in pending_changes(past, geometry.slots, self._load_redo, known):
@@ -368,7 +374,7 @@ class Opening:
         runs = self._manifest.geometry.runs(first_id, count)
         episodes, steps = (
             np.concatenate([column.view[slot : slot + n] for slot, _, n in runs])
-            for column in (columns.columns[1 - len(ROW_FIELDS)], columns.columns[2 - len(ROW_FIELDS)])
+            for column in columns.row_fields[1:3]
         )
         ids = np.arange(first_id, first_id + count)
         if ((episodes < 1) & ~self._manifest.gaps.holds(ids)).any():
@@ -385,7 +391,7 @@ class Opening:
         """Load the priorities; after a power cut those of rows after the checkpoint are those of records."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
         values = np.ones(slots if slots is not None else max(4096, 2 * past.state.last), np.float32)
-        column = columns.columns[-1]
+        column = columns.row_fields[-1]
         known = min(values.size, column.ready)
         values[:known] = column.read(0, known)
         if not whole:
@@ -447,8 +453,6 @@ class Opening:
         if columns is None or past.clean:
             return files, folders
         geometry = self._manifest.geometry
-        if columns.segments is not None:
-            columns.segments.note_left(*store.tombstones(geometry.slots))
         before = max(past.synced, store.window.low)
         if store.last > before:
             newer = geometry.runs(before + 1, store.last - before)
@@ -457,11 +461,11 @@ class Opening:
                 store.sampled.rewrite(newer)
         if store.sampled is not None and store.sampled.owes:
             store.sampled.settle()
-        columns.touched |= store.priorities.write(columns.columns[-1])
+        columns.touched |= store.priorities.write(columns.row_fields[-1])
         files.add(self._sum_unsettled(past, store))
-        files |= columns.begin_opening()
+        files |= columns.begin_opening(*store.tombstones(geometry.slots))
         folders |= store.take_new_folders()
-        for column in [*columns.columns, *([] if store.sampled is None else [store.sampled.column])]:
+        for column in [*columns.flat.values(), *([] if store.sampled is None else [store.sampled.column])]:
             files.update(column.files)
             for number in range(len(column.files)):
                 shard = column.shard_path(number)
@@ -478,7 +482,7 @@ class Opening:
             raise StateError("the store has no columns yet", hint="extend() it first")
         geometry = self._manifest.geometry
         # Shards may be lost that the entries speak of.
-        limit = max(checksums.blocks * BLOCK_ROWS, *[c.ready for c in columns.columns if not c.packed])
+        limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in columns.flat.values()])
         touched = unsettled_blocks(
             past,
             slots=geometry.slots,

@@ -1,4 +1,4 @@
-"""What becomes of stores that are not closed: the program ends, is told to (SIGTERM), or forks.
+"""Close or flush open stores when the program ends, gets SIGTERM, or forks.
 
 Used by stores: they register when they are open and unregister when they are closed. It closes or flushes
 what is open; it never opens anything, and leaves handlers of the program alone.

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from expstore.core import tuning
 from expstore.core.change_log import Changed
 from expstore.core.values import Array, IntArray
+from expstore.storages.columns.memtable import RowBatch
+from expstore.storages.engine.checkpointer import Pin
 from expstore.storages.engine.engine import Engine
-from expstore.storages.engine.replaced_rows import RowBatch
 from expstore.storages.format.journal import Kind
 from expstore.storages.format.paths import REDO
 from expstore.storages.format.records import Redo, shelve_body
@@ -57,20 +58,21 @@ class Updates:
             self._keep(ids, places, columns, size)
         else:
             self.settle()
-            self._change_in_place(ids, places, columns, replaces=replaces)
+            if self._engine.is_behind:
+                self._engine.checkpoint()  # else a power cut could bring the change without its row
+            with self._engine.health.noting:
+                self._change_in_place(ids, places, columns, replaces=replaces)
         self._engine.background.note()
 
     def settle(self) -> None:
         """Have the columns hold all rows that replace others."""
-        if self._engine.rows.replaced:
+        if self._engine.rows.memtable.replaced:
             self._engine.checkpoint()
 
     def _change_in_place(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
         engine = self._engine
-        if engine.is_behind:
-            engine.checkpoint()  # else a power cut could bring the change without the row that it changes
         rows, record = engine.rows, Redo(ids, list(places), columns, replaces)
         number = rows.journal.sequence + 1
         body = shelve_body(engine.disk, engine.path / REDO, number, record.pack(), settle=engine.checkpoint)
@@ -82,7 +84,7 @@ class Updates:
             touched = rows.overwrite(slots, places, columns)
             engine.shared.end_change()  # after a failure it is not known what they hold
         except BaseException:
-            rows.replaced.fail(slots, places, columns)
+            rows.memtable.replaced.fail(slots, places, columns)
             raise
         finally:
             self._changed.end(slots)
@@ -92,23 +94,29 @@ class Updates:
 
     def _keep(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], size: int) -> None:
         """Record rows that replace others, and keep them in memory until a checkpoint writes them."""
-        engine, waiting = self._engine, self._engine.rows.replaced.waiting_bytes
+        engine, waiting = self._engine, self._engine.rows.memtable.replaced.waiting_bytes
         if engine.is_behind or (waiting and waiting + size > tuning.REPLACED_ROWS_BYTES):
             engine.checkpoint()  # a power cut must not bring a row in the place of one that it takes away
         elif 2 * waiting > tuning.REPLACED_ROWS_BYTES:
             engine.background.hurry()
+        with engine.health.noting:
+            self._record_kept(ids, places, columns)
+
+    def _record_kept(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
+        engine = self._engine
         rows, slots = engine.rows, engine.geometry.slot_of(ids)
         body = Redo(ids, list(places), columns, True).pack()
-        with engine.locks.episodes:  # no checkpoint comes between the record and the rows
+        # No checkpoint comes between the record and the rows, nor after a failure between them.
+        with engine.locks.episodes, engine.health.noting:
             sequence = engine.append_record(Kind.REDO, body)
             engine.sync_if_durable()
-            rows.replaced.add(slots, columns, lambda: self._batch_behind(sequence - 1, places))
+            rows.memtable.replaced.add(slots, columns, lambda: self._batch_behind(sequence - 1, places))
         with rows.priorities.lock:
             rows.priorities.values[slots] = columns[0]
         rows.priorities.note_changed(slots)
         self._changed.note(slots)
 
-    def _batch_behind(self, lsn: int, places: Sequence[int]) -> RowBatch:
+    def _batch_behind(self, lsn: int, places: Sequence[int]) -> RowBatch[Pin]:
         """Return an empty batch of rows whose records come after this one; they are pinned."""
         engine = self._engine
         pin = engine.checkpointer.pin(lsn, engine.rows.journal.sync_files()[-1])

@@ -1,6 +1,6 @@
 """A store on disk: how rows are appended, changed, forgotten and brought to the disk.
 
-This is where the crash rule stands. `Store.write` appends rows; the order of its five steps is what makes a
+This is where the crash rule stands. `Store._append` appends rows; the order of its six steps is what makes a
 batch whole or absent after a kill at any moment, and after a power cut once a checkpoint has run. How an
 opening recovers is in `expstore.storages.engine.opening`. Values are never looked at.
 """
@@ -15,14 +15,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from expstore.core import tuning
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry, round_up
-from expstore.core.values import Array, IntArray, key_name
+from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
@@ -32,10 +32,9 @@ from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.batch import Payload
+from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.columns.packed.writer import PackedColumn
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
@@ -67,9 +66,6 @@ from expstore.storages.snapshots.restore import (
     commit_load,
     read_content,
 )
-
-if TYPE_CHECKING:
-    from expstore.storages.columns.arrow.capture import Held
 
 __all__ = ["Store"]
 
@@ -156,12 +152,12 @@ class Store(Storage):
         except BaseException:
             self._release()
             raise
-        self.engine.background.start()
+        self.engine.background.start(self)
         flushes = settings.on_sigterm == "flush"
         register(self, Departure(path, flushes, self._leave, self._depart, self.drain))
 
     def _open(self, *, first: bool) -> None:
-        """Open what is on the disk now, and take it over; if that fails, what was open stays so."""
+        """Open what is on the disk now, and go over to it; if that fails, what was open stays so."""
         former, engine = self._state, self.engine
         if engine.archive is None:
             asked, segment_bytes = self._archive_settings
@@ -203,7 +199,8 @@ class Store(Storage):
     @contextlib.contextmanager
     def _changing_fields(self, schema: Schema | None) -> Iterator[None]:
         """Let who reads meanwhile know if the places of fields are others afterwards."""
-        moves = schema is not None and self.schema is not None and not schema.same(self.schema)
+        known = self.schema
+        moves = known is not None and not (schema is not None and schema.same(known))
         with self.epochs.changing_fields(moves):
             yield
             if moves:
@@ -264,6 +261,8 @@ class Store(Storage):
         self.writer()
         if ring.lanes > 1:
             ring.check_steps(rows.first_id, rows.count)
+        if self.keeps_variable:
+            self._make_room_for_variable(rows)
         if engine.archive is not None and ring.capacity is not None and rows.count > ring.capacity:
             self._write_past_ring(rows, engine.archive, rows.count - ring.capacity)
             return
@@ -293,9 +292,11 @@ class Store(Storage):
     def _append(self, rows: Rows) -> None:
         """Append rows, for which there is room. This is the crash rule.
 
-        If the process dies before step 4 there is no trace of the rows: an opening ends at the newest commit
-        record. From step 4 on they are there; recovery does step 5 again from the record. After a power cut
-        they are there if a checkpoint has run since, or if every call is synced.
+        If the process dies before step 4 the rows are gone: an opening ends at the newest commit record, and
+        ignores bytes in free slots. (A batch longer than the spare slots has given up rows before.) From step
+        4 on the rows are there; recovery does step 5 again from the record. After a power cut they are there
+        if a checkpoint has run since, or if every call is synced. After an exception the next call of
+        `writer` reads the journal again.
         """
         state, engine, ring = self._state, self.engine, self.geometry
         self.disk.warm()
@@ -314,13 +315,13 @@ class Store(Storage):
                 sequence = engine.append_record(Kind.PUBLISH, *record)
                 if engine.durable:
                     engine.checkpointer.sync_record(state.journal)
-                # 5. Memory follows the record: episodes, window, key.
+                # 5. Episodes, window and key: readers in this process see the rows.
                 state.commit_rows(rows, ring.capacity, (engine.manifest.generation, sequence))
             except BaseException:
                 # Before the lock is released: no checkpoint may cover what memory lacks.
                 engine.health.note_interruption()
                 raise
-        # 6. Readers in other processes may see the rows.
+        # 6. The control page: other processes see the rows, those of the memtable when it is drained.
         engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
         engine.background.note()
         if rows.count > ring.spare:
@@ -338,7 +339,7 @@ class Store(Storage):
             return Payload(payload.crc, b"".join(payload_parts(columns, rows.columns, numbers)))
         runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
         self.engine.checkpointer.sync_rows(
-            lambda: (columns.files_of(runs) | columns.packed_files, state.take_new_folders())
+            lambda: (columns.unsynced_files(runs), state.take_new_folders()), columns.put_back
         )
         return payload
 
@@ -365,8 +366,6 @@ class Store(Storage):
         Raises:
             StorageError: The disk is too full, or failed; nothing was written.
         """
-        if self.keeps_variable:
-            self._make_room_for_variable(rows)
         if self.hold.first and self.geometry.slots is not None:
             self.hold.wait(rows.last_id - self.geometry.slots)
         self._make_room(rows.count)
@@ -421,11 +420,11 @@ class Store(Storage):
     def _make_room_for_variable(self, rows: Rows) -> None:
         """Wait for the disk, or hurry the background thread, if many bytes of such rows would be unsynced."""
         columns, engine = self._state.columns, self.engine
-        if columns is None or columns.segments is None:
+        if columns is None or not columns.variable_places:
             return
-        size = sum(int(rows.columns[place].nbytes) for place in columns.segment_places)
+        size = columns.variable_bytes(rows.columns)
         engine.space.check_bytes(size, rows.count, -(-size // max(1, rows.count)))
-        unsynced = columns.segments.unsynced_bytes + size
+        unsynced = columns.unsynced_bytes + size
         if unsynced > UNSYNCED_BYTES:
             started = time.monotonic()
             self.sync()
@@ -504,10 +503,8 @@ class Store(Storage):
         WritableColumns.create(self.disk, folder, fields, ring.slots, engine.pool, attributes, packings)
         numbers = {"capacity": ring.capacity, "spare": ring.spare, "reach": ring.reach, "dims": ring.dims}
         manifest = engine.manifest.replace(schema=schema, **numbers)
-        columns = make_columns(self.disk, engine.path, manifest, schema)
+        columns = make_columns(self.disk, engine.path, manifest, schema, generation=manifest.generation)
         columns.warm()
-        if columns.segments is not None:
-            columns.segments.generation = manifest.generation
         if state.checksums is not None:
             state.checksums.close()
         self.disk.unlink(engine.path / CHECKSUMS)  # of rows that a failed attempt never got
@@ -520,7 +517,7 @@ class Store(Storage):
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
     def take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
-        """Have other fields, which expstore.json says by now; the lock is held."""
+        """Replace the fields; expstore.json has them already, and the lock is held."""
         description = Description.of(manifest)
         with self.locks.episodes, self._changing_fields(description.schema):
             self.engine.note_saved(manifest)
@@ -541,17 +538,10 @@ class Store(Storage):
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        group, schema = self._state.columns, self.require_schema()
-        apart = [schema.fields[place] for place in places if place < len(schema.fields)]
-        apart = [entry for entry in apart if entry.variable]
-        if apart:
-            raise _in_segments(apart, "their rows cannot be changed")
-        packed = [column for place, column in ([] if group is None else group.packed) if place in places]
-        if packed:
-            raise _packed(packed, "rows cannot be changed")
+        if self._state.columns is not None:
+            self._state.columns.check_changeable(places)
         self.hold.wait()
-        with self.engine.health.noting:
-            self._updates.change(ids, places, columns, replaces=replaces)
+        self._updates.change(ids, places, columns, replaces=replaces)
 
     def settle_changes(self) -> None:
         """Have the columns hold every row that was changed; the lock is held."""
@@ -593,7 +583,7 @@ class Store(Storage):
     # -- settings ------------------------------------------------------------------------------------
 
     def _keep_settings(self, description: Description) -> Description:
-        if description.ranking is not None:
+        if description.ranking not in (None, self.ranking):
             self._check_ranking()
         manifest = self.engine.manifest
         self.engine.save(manifest.replace(ranking=description.ranking, specs=description.specs))
@@ -604,8 +594,8 @@ class Store(Storage):
         columns, schema = self._state.columns, self.schema
         if schema is not None and schema.variable:
             raise _no_ranking_of(schema)
-        if columns is not None and columns.packed:
-            raise _packed([column for _, column in columns.packed], "rows cannot give way to better ones")
+        if columns is not None:
+            columns.check_replaceable()
         if ColumnLayout(**self.manifest.layout).asks_packed:
             raise StateError(
                 "this store was made with packed fields, whose rows cannot give way to better ones",
@@ -625,8 +615,12 @@ class Store(Storage):
 
     def use_catalog(self, catalog: CatalogLike) -> None:
         """Keep who keeps the index, which is given changes before they are forgotten; it is held weakly."""
-        super().use_catalog(catalog)
         self.engine.use_catalog(catalog)
+
+    @property
+    def catalog(self) -> CatalogLike | None:
+        """Who keeps the index; None: there is no index."""
+        return self.engine.catalog
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -637,14 +631,14 @@ class Store(Storage):
         if columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
         wanted = range(len(columns.columns) - len(ROW_FIELDS)) if places is None else places
-        if state.memtable.count and state.in_memtable(slots):
+        if state.memtable.span[1] and state.memtable.holds(columns, slots):
             return self.engine.take(slots, wanted)
-        return state.replaced.take(columns, slots, wanted)
+        return state.memtable.take(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
         state, slots = self._state, self.geometry.slot_of(ids)
-        if state.in_memtable(slots):
+        if state.holds_back(slots):
             try:
                 self.drain()
             except StorageError:
@@ -706,9 +700,17 @@ class Store(Storage):
         self.load_version(find_version(self.disk, local_path(path), version))
         self.holders.tell(self)
 
-    #: TorchRL's other names of the same.
-    dump = save = dumps
-    load = loads
+    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def save(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def load(self, path: str | Path, version: int | str | None = None) -> None:
+        """Do as `loads`."""
+        self.loads(path, version)
 
     def log_bytes(self) -> bytes:
         """Return all of episodes.log."""
@@ -718,22 +720,12 @@ class Store(Storage):
             file, length = log.file, log.length
         return file.read(0, length)
 
-    def packed_now(self) -> dict[int, PackedRows]:
-        """Return the rows of packed fields as they are at this moment, by place; the lock is held."""
+    def captures(self, low: int) -> list[Capture]:
+        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
         if self._state.columns is None:
-            return {}
+            return []
         self.drain()
-        return self._state.columns.packed_now()
-
-    def segments_now(self, low: int) -> dict[tuple[int, ...], list[Held]]:
-        """Return the segments that hold rows newer than `low`, and of which fields; the lock is held."""
-        columns = self._state.columns
-        if columns is None or columns.segments is None:
-            return {}
-        from expstore.storages.columns.arrow.capture import segments_now
-
-        self.drain()
-        return {columns.segment_places: segments_now(columns.segments, low)}
+        return self._state.columns.capture(low)
 
     def block_sums(self) -> Array | None:
         """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
@@ -937,7 +929,6 @@ class Store(Storage):
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, what waits for the disk and how that is, and what packing saves."""
         engine, counters, columns = self.engine, self.counters, self._state.columns
-        packed = [] if columns is None else columns.packed
         archive = {} if engine.archive is None else engine.archive.stats()
         return {
             "path": str(self.path),
@@ -950,11 +941,7 @@ class Store(Storage):
             "free_bytes": self.disk.free(self.path),
             "poisoned": None if engine.health.failure is None else str(engine.health.failure),
             "recovered": counters.recovered,
-            "packed": {
-                key_name(column.entry.key): columns.packed_size(column)[0]
-                for _, column in packed
-                if columns is not None
-            },
+            "packed": {} if columns is None else columns.compression_ratios(),
         } | archive
 
 
@@ -967,11 +954,3 @@ def _in_segments(fields: list[Field], what: str) -> SchemaError:
     from expstore.storages.columns.arrow.column import in_place  # loads pyarrow
 
     return in_place(fields, what)
-
-
-def _packed(columns: Sequence[PackedColumn], what: str) -> SchemaError:
-    names = ", ".join(sorted(repr(key_name(column.entry.key)) for column in columns))
-    return SchemaError(
-        f"{'fields' if columns[1:] else 'field'} {names} {'are' if columns[1:] else 'is'} packed: {what}",
-        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for single ones",
-    )

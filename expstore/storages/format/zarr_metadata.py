@@ -149,15 +149,13 @@ def check_metadata(disk: Disk, folder: Path, fields: Sequence[Field], rows: Sequ
         CorruptionError: One is missing or says something else.
     """
     for entry, shard in zip(fields, rows, strict=True):
-        if entry.variable:
-            continue
         path = folder.joinpath(*entry.key, "zarr.json")
         if (
             read_packing(disk, path.parent, entry) is None
             and read_layout(disk, path.parent, entry).rows != shard
         ):
             raise CorruptionError(f"{path} does not describe a column in shards of {shard} rows")
-    groups = {parent for entry in fields if not entry.variable for parent in Path(*entry.key).parents}
+    groups = {parent for entry in fields for parent in Path(*entry.key).parents}
     for group in sorted(groups):
         path = folder / group / "zarr.json"
         try:

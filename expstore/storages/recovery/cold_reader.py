@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
-from expstore.storages.columns.column_set import ColumnGroup
-from expstore.storages.columns.overlay import Overlay
-from expstore.storages.columns.payload import join_segments, split_payload
+from expstore.storages.columns.column_set import ReadColumns
+from expstore.storages.columns.memtable import Overlay
+from expstore.storages.columns.payload import join_payload, split_payload
 from expstore.storages.format.journal import no_records, read_journal
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL
@@ -47,7 +47,7 @@ class Replay:
     """
 
     past: Past | None
-    columns: ColumnGroup | None
+    columns: ReadColumns | None
     overlay: Overlay
     table: EpisodeTable
     entries: list[LogEntry] = field(default_factory=list)
@@ -69,14 +69,13 @@ class StoreFolder(Protocol):
         """The largest number of readable rows; None: unbounded."""
 
 
-def open_columns(storage: StoreFolder) -> ColumnGroup | None:
+def open_columns(storage: StoreFolder) -> ReadColumns | None:
     """Open a store's columns for reading; None: there are no fields yet."""
     schema = storage.manifest.schema
     if schema is None:
         return None
     fields = (*schema.fields, *ROW_FIELDS)
-    how: Any = {"write": False}
-    return ColumnGroup(storage.disk, storage.path / COLUMNS, fields, storage.geometry.slots, **how)
+    return ReadColumns(storage.disk, storage.path / COLUMNS, fields, storage.geometry.slots)
 
 
 def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
@@ -105,7 +104,7 @@ def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
         raise
 
 
-def _replay(storage: StoreFolder, past: Past, columns: ColumnGroup | None, *, same_boot: bool) -> Replay:
+def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, same_boot: bool) -> Replay:
     found = Replay(past, columns, Overlay(), EpisodeTable(generation=past.base["generation"]))
     if columns is not None:
         columns.look(_slots_of(storage, past.synced))
@@ -115,10 +114,11 @@ def _replay(storage: StoreFolder, past: Past, columns: ColumnGroup | None, *, sa
     if columns is not None:
         columns.end_at(past.state.last)
     if schema is not None and columns is not None:
-        stamps, place = columns.columns[-2], len(columns.columns) - 2
+        place = len(columns.columns) - 2
 
         def times(ids: IntArray) -> IntArray:
-            return found.overlay.take(place, stamps, storage.geometry.slot_of(ids))
+            (stamps,) = found.overlay.take(columns, storage.geometry.slot_of(ids), [place])
+            return np.asarray(stamps)
 
         known = times if same_boot or past.clean else None
         for redo in pending_changes(
@@ -170,13 +170,9 @@ def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]
     """Lay the rows that a record has over the columns."""
     assert found.columns is not None
     slots, group = _slots_in(pieces), found.columns
-    parts = split_payload(group, publish.payload, publish.count)
-    for place, (column, part) in enumerate(zip(group.columns[:-1], parts, strict=False)):
-        if not column.entry.variable:
-            rows: Array = np.frombuffer(part, column.entry.numpy_dtype)
-            found.overlay.put(place, slots, rows.reshape(publish.count, *column.entry.shape))
-    if group.segments is not None and not group.segments.is_whole(publish.first_id, publish.count):
-        group.segments.lay(publish.first_id, join_segments(group, parts[-1]))
+    run = join_payload(group, split_payload(group, publish.payload, publish.count), pieces)
+    for place in group.lay(run):
+        found.overlay.put(place, slots, run.values[place])
     _lay_priorities(publish, found, pieces)
 
 
@@ -192,7 +188,7 @@ def _slots_in(pieces: list[tuple[int, int, int]]) -> IntArray:
 
 
 def episode_rows(
-    columns: ColumnGroup, overlay: Overlay, pieces: list[tuple[int, int, int]]
+    columns: ReadColumns, overlay: Overlay, pieces: list[tuple[int, int, int]]
 ) -> tuple[IntArray, IntArray] | None:
     """Copy episodes and steps of a run of rows out; None where they cannot be read."""
     fields = len(columns.columns) - len(ROW_FIELDS)

@@ -7,10 +7,10 @@ Used by snapshots. Nothing is copied here but priorities, counts and numbers: ro
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +20,12 @@ from expstore.episodes.fragments import clip
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
 from expstore.storages.base import Storage
-from expstore.storages.columns.packed.column import PackedRows
+from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.sample_counts import SAMPLED
+from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshot_pin import Hold
-
-if TYPE_CHECKING:
-    from expstore.storages.columns.arrow.capture import Held
 
 __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
 
@@ -43,8 +41,7 @@ class Frozen:
         pieces: Where they lie: (first slot, offset in the run, rows).
         columns: Per column, in the order of `fields`, a view of each piece; nothing of those
             that are `apart`.
-        packed: These, by place.
-        segments: Where fields without a fixed size are, and which they are, in a store on disk.
+        captures: The columns that are `apart`: their rows cannot be viewed.
         counted: Whether the last column is how often each row was handed out.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
@@ -58,8 +55,7 @@ class Frozen:
     window: Window
     pieces: Sequence[tuple[int, int, int]]
     columns: Sequence[Sequence[Array]]
-    packed: Mapping[int, PackedRows]
-    segments: Mapping[tuple[int, ...], Sequence[Held]]
+    captures: Sequence[Capture]
     counted: bool
     log: bytes
     episodes: int
@@ -75,15 +71,28 @@ class Frozen:
         return (*schema.fields, *ROW_FIELDS, *([SAMPLED] if self.counted else []))
 
     def parts(self, place: int) -> Sequence[Array]:
-        """Return the values of a column, packed ones unpacked: an array per piece."""
-        if place in self.packed:
-            return [self.packed[place].part(slot, n) for slot, _, n in self.pieces]
+        """Return the values of a column, packed ones unpacked, in pieces."""
+        for capture in self.captures:
+            if place in capture.places:
+                return capture.rows(place, self.window.low + 1, self.window.size)
         return self.columns[place]
+
+    @property
+    def packings(self) -> list[Packing | None]:
+        """How each column is packed; None: it is not."""
+        known = {place: how for capture in self.captures for place, how in capture.packings.items()}
+        return [known.get(place) for place in range(len(self.fields))]
 
     @property
     def apart(self) -> set[int]:
         """Columns that are no flat arrays."""
-        return {*self.packed, *(place for places in self.segments for place in places)}
+        return {place for capture in self.captures for place in capture.places}
+
+    @property
+    def arrays(self) -> list[int]:
+        """Columns that are Zarr arrays, flat or packed."""
+        packed = {place for capture in self.captures for place in capture.packings}
+        return [place for place in range(len(self.fields)) if place in packed or place not in self.apart]
 
     @property
     def summed(self) -> int:
@@ -155,12 +164,11 @@ def frozen(storage: Storage) -> Iterator[Frozen]:
 def _freeze(storage: Storage) -> Frozen:
     window = storage.window
     columns: list[list[Array]] = []
-    packed: Mapping[int, PackedRows] = {}
-    segments: Mapping[tuple[int, ...], Sequence[Held]] = {}
+    captures: list[Capture] = []
     if storage.schema is not None:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
-        packed, segments = storage.packed_now(), storage.segments_now(window.low)
-        apart = {*packed, *(place for held in segments for place in held)}
+        captures = storage.captures(window.low)
+        apart = {place for capture in captures for place in capture.places}
         flat = [place for place in places if place not in apart]
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
         columns = [found.get(place, []) for place in places]
@@ -177,8 +185,7 @@ def _freeze(storage: Storage) -> Frozen:
         window=window,
         pieces=pieces,
         columns=columns,
-        packed=packed,
-        segments=segments,
+        captures=captures,
         counted=sampled is not None,
         log=storage.log_bytes(),
         episodes=np.unique(live[0]).size,

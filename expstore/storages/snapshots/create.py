@@ -27,20 +27,20 @@ from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, SnapshotError, StorageError
 from expstore.storages.base import Storage
+from expstore.storages.columns.capture import Target
 from expstore.storages.columns.checksums import (
     BLOCK_ROWS,
     blocks_of,
     entry_dtype,
     pack_entries,
     seal_entry,
-    zeros_sum,
 )
+from expstore.storages.columns.flat import zeros_sum
 from expstore.storages.format.journal import ALIGN, Journal, Kind
 from expstore.storages.format.manifest import MANIFEST, store_around
-from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, SEGMENTS, VERSION
+from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
 from expstore.storages.snapshots.capture import Frozen, frozen
-from expstore.storages.snapshots.capture_packed import link_packed, packings_of
 from expstore.storages.snapshots.catalog import (
     CURRENT,
     LOCK,
@@ -139,7 +139,7 @@ def dump(
 
 def _refuse_objects(storage: Storage) -> None:
     schema = storage.schema
-    if schema is not None and schema.variable and storage.path is None:
+    if schema is not None and schema.variable and storage.manifest is None:
         raise SnapshotError(
             f"field {key_name(schema.variable[0])!r} has rows of no fixed size, which only a store on disk "
             "has versions of",
@@ -269,14 +269,18 @@ class _Copy:
             _describe(self.build, state)
             return
         self._make_arrays()
-        former = None if self.former is None else self.former.folder / COLUMNS
-        if state.segments:
-            from expstore.storages.columns.arrow.capture import link_segments  # loads pyarrow
-        for held in state.segments.values():
-            self.build.make_folder(self.build.folder / SEGMENTS)
-            for path, size in link_segments(self.disk, held, self.build.folder / SEGMENTS):
+        target = Target(
+            disk=self.disk,
+            folder=self.build.folder,
+            former=None if self.former is None else self.former.folder,
+            make_folder=self.build.make_folder,
+            window=state.window,
+            slots=state.manifest.slots,
+            reach=state.manifest.reach,
+        )
+        for capture in state.captures:
+            for path, size in capture.begin(target):
                 self.build.note(path, size)
-        packed = link_packed(self.disk, state, self.build.folder / COLUMNS, former)
         linked = self._link_unchanged()
         start = state.pieces[0][0]
         first = start // self.rows
@@ -289,8 +293,8 @@ class _Copy:
                 if not linked[place, shard]:
                     self._write_shard(place, shard)
         state.hold.move(0)
-        for column in packed:  # the writer takes nothing away from these
-            for path, size in column.copy():
+        for capture in state.captures:
+            for path, size in capture.complete():
                 self.build.note(path, size)
         stamp = state.base["content"]
         for entry in self.sums:
@@ -302,7 +306,7 @@ class _Copy:
     def _make_arrays(self) -> None:
         """Make the folders and zarr.json of all arrays."""
         top, former = self.build.folder / COLUMNS, self.former
-        arrays = [place for place, entry in enumerate(self.fields) if not entry.variable]
+        arrays = self.state.arrays
         fields = [self.fields[place] for place in arrays]
         for entry in fields:
             self.build.make_folder(top / entry.path)
@@ -319,7 +323,7 @@ class _Copy:
                 return
         slots = self.state.manifest.slots
         attributes = {"expstore": {"capacity": self.state.manifest.capacity, "slots": slots}}
-        packings = packings_of(self.state)
+        packings = self.state.packings
         made = make_metadata(
             fields,
             [self.rows] * len(fields),

@@ -132,9 +132,17 @@ class PortableStorage(Storage):
         self.load_version(find_version(self.disk, local_path(path), version))
         self.holders.tell(self)
 
-    #: TorchRL's other names of the same.
-    dump = save = dumps
-    load = loads
+    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def save(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Do as `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def load(self, path: str | Path, version: int | str | None = None) -> None:
+        """Do as `loads`."""
+        self.loads(path, version)
 
     @abstractmethod
     def load_content(self, content: ContentLike) -> None:

@@ -5,7 +5,7 @@ Used by snapshots. It compares stamps and sums, and never reads a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from expstore.core.values import Array
 from expstore.disk.files import Disk
-from expstore.errors import MigrationError, NotFoundError, StorageError
+from expstore.errors import CorruptionError, MigrationError, NotFoundError, StorageError
 from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.schema import Field
 from expstore.storages.columns.checksums import SUMMED, entry_dtype, read_entries, state_of
 from expstore.storages.columns.sample_counts_column import has_sampled
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, ORIGIN
-from expstore.storages.format.zarr_metadata import Layout, read_layout
+from expstore.storages.format.zarr_metadata import Layout, read_layout, read_packing
 from expstore.storages.snapshots.capture import Frozen
-from expstore.storages.snapshots.capture_packed import same_packings
 
 __all__ = ["Former", "find_former"]
 
@@ -73,7 +73,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
         return None  # it cannot be trusted, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
-    if not (same and same_packings(disk, folder / COLUMNS, state, set(fields))):
+    if not (same and _same_packings(disk, folder / COLUMNS, state, set(fields))):
         return None
     places = [fields.index(entry) if entry in fields else -1 for entry in state.fields[: state.summed]]
     return Former(
@@ -85,6 +85,20 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
         layout=layout,
         counted=has_sampled(disk, folder / COLUMNS),
     )
+
+
+def _same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
+    """Return whether the fields below a folder that are `known` there are packed as a storage's are."""
+    packings = state.packings
+    users = [(state.fields[place], packings[place]) for place in state.arrays]
+    try:
+        return all(
+            read_packing(disk, columns.joinpath(*entry.key), entry) == packing
+            for entry, packing in users
+            if entry.key[0] != "_row" and entry in known
+        )
+    except CorruptionError:
+        return False
 
 
 def _by_place(entries: Array, places: Sequence[int]) -> Array:

@@ -31,9 +31,10 @@ from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
 from expstore.storages.base import Storage, now_us
 from expstore.storages.columns.checksums import Checksums, blocks_of
-from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column import Column
+from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.columns.sample_counts_column import SampledColumn, find_sampled
 from expstore.storages.format.journal import ALIGN, Journal, Kind, read_journal
 from expstore.storages.format.layout import ColumnLayout, layout_of
@@ -122,8 +123,8 @@ class Content:
     manifest: Manifest
     base: dict[str, Any]
     entries: Sequence[LogEntry]
-    columns: ColumnGroup | None
-    sampled: Column | None
+    columns: ReadColumns | None
+    sampled: FlatColumn | None
 
     @property
     def name(self) -> str:
@@ -135,8 +136,7 @@ class Content:
         """How many bytes a row takes, about."""
         if self.columns is None:
             return 1
-        segments = self.columns.segments
-        return self.columns.row_bytes + (0 if segments is None else segments.mean_bytes)
+        return self.columns.mean_bytes
 
     @property
     def counted(self) -> bool:
@@ -198,8 +198,7 @@ def read_content(disk: Disk, folder: Path) -> Content:
     columns, sampled = None, None
     if manifest.schema is not None:
         fields = (*manifest.schema.fields, *ROW_FIELDS)
-        how: Any = {"write": False}
-        columns = ColumnGroup(disk, folder / COLUMNS, fields, manifest.slots, **how)
+        columns = ReadColumns(disk, folder / COLUMNS, fields, manifest.slots)
         last: int = base["last"]
         used = last if manifest.slots is None else min(last, manifest.slots)
         columns.look(used)
@@ -471,7 +470,7 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     packings = layout_of(manifest).packings(fields, slots, manifest.reach)
-    ColumnGroup.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings)
+    WritableColumns.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings)
     group = WritableColumns(
         disk,
         aside / COLUMNS,
@@ -494,11 +493,9 @@ def _build_columns(
             sums.close()
         group.begin_opening()
         group.synced()  # all is synced below, before anybody finds the names of the shards
-        written = [file.path for column in group.columns for file in column.files]
-        written += [path for _, column in group.packed for path in column.paths()]
-        if group.segments is not None:
-            group.segments.give_back()
-            written += group.segments.paths()
+        for segments in group.shared:
+            segments.give_back()
+        written = [path for part in group.parts for path in part.paths()]
         written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
         return [aside / CHECKSUMS, *written], group.new_folders
     finally:

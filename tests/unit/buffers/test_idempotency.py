@@ -456,7 +456,7 @@ def test_an_interruption_after_the_record_is_answered_when_it_is_read_again(
     rb = disk(tmp_path, 50)
     rb.extend(numbered_rows(3))
     with monkeypatch.context() as patched:
-        patched.setattr(rb.storage.state, "note_key", interrupt)
+        patched.setattr(rb.storage.state, "note_key", lambda *_: interrupt(None))
         with pytest.raises(KeyboardInterrupt):
             rb.extend(numbered_rows(4), idempotency_key="a")
     assert rb.extend(numbered_rows(4), idempotency_key="a", return_ids=True).tolist() == [4, 5, 6, 7]

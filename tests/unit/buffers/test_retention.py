@@ -273,7 +273,7 @@ def test_rows_are_taken_while_their_segment_goes(
         with expstore.open(store_path, mode="r") if follows else contextlib.nullcontext(rb) as reader:
             assert len(reader.sql(TEXTS).fetchall()) == 7
             columns = reader.storage._source.columns if follows else reader.storage.state.columns
-            apart, ids = columns.segments, np.array([1, 2, 3, 4, 5]) * Rows + 1
+            (apart,), ids = columns.shared, np.array([1, 2, 3, 4, 5]) * Rows + 1
 
             def missing() -> list[bool]:
                 if follows:  # as one that has looked for another reason

@@ -178,10 +178,10 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.sync()
     storage.sync()
     assert len(segments(storage.path)) <= 3 < len(names)
-    assert storage.state.columns.segments is not None
-    assert all(
-        s.last > storage.last - storage.geometry.slots for s in storage.state.columns.segments.segments
-    )  # type: ignore[operator]
+    assert storage.state.columns is not None
+    assert storage.geometry.slots is not None
+    kept = storage.state.columns.shared[0].segments
+    assert all(segment.last > storage.last - storage.geometry.slots for segment in kept)
     check(storage, window_ids(storage))
     storage.close()
     storage = new(tmp_path / "a.exp")
@@ -215,7 +215,7 @@ def test_small_batches_are_merged(tmp_path: Path, monkeypatch: Any, compression:
     for _ in range(20):
         storage.sync()
         put(storage, 1)
-    found = storage.state.columns.segments
+    (found,) = storage.state.columns.shared
     assert found is not None
     assert sum(len(segment.headers) for segment in found.segments) < 250
     assert len(found.segments) < 5
@@ -246,12 +246,12 @@ def test_merging_that_the_disk_refuses_costs_nothing(tmp_path: Path, tiny: None,
     storage.sync()
     check(storage, window_ids(storage))
     monkeypatch.setattr(storage.disk, "gate", real)
-    assert storage.state.columns.segments is not None
-    batches = sum(len(segment.headers) for segment in storage.state.columns.segments.segments)
+    assert storage.state.columns is not None
+    batches = sum(len(segment.headers) for segment in storage.state.columns.shared[0].segments)
     for _ in range(4):  # one segment per sync
         put(storage, 1)
         storage.sync()
-    assert sum(len(segment.headers) for segment in storage.state.columns.segments.segments) < batches - 20
+    assert sum(len(segment.headers) for segment in storage.state.columns.shared[0].segments) < batches - 20
     check(storage, window_ids(storage))
     storage.close()
 
@@ -334,12 +334,12 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
     for _ in range(12):
         put(storage, 1)
     storage.drain()
-    found = storage.state.columns.segments
+    (found,) = storage.state.columns.shared
     assert found is not None
     for last in (42 - lost, 30, 29):
         path = leave(storage, tmp_path)
         copied = writer.SegmentWriter(storage.disk, path / "segments", found.fields, None, compression=None)
-        copied.open_all()
+        copied.open_files()
         copied.settle(last, 25)
         ids = np.arange(1, last + 1)
         for number, rows in enumerate(copied.take(ids, range(len(found.fields)))):
@@ -348,7 +348,7 @@ def test_rows_that_were_never_published_are_cut(tmp_path: Path, tiny: None, lost
         copied.append(
             last + 1, [c for c in columns_of(np.arange(last + 1, last + 9)) if isinstance(c, pa.Array)]
         )
-        assert copied.is_whole(1, last + 8)
+        assert not copied.lacks(1, last + 8)
         copied.close()
     storage.close()
 
@@ -545,7 +545,7 @@ def test_damage_is_found_and_repaired_at_the_cost_of_its_rows(
     storage = new(tmp_path / "a.exp", compression=compression)
     for _ in range(6):
         put(storage, 30)
-    found = storage.state.columns.segments
+    (found,) = storage.state.columns.shared
     assert found is not None
     chosen = found.segments[0 if where == "first" else 1]
     number = len(chosen.headers) // 2
@@ -734,7 +734,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
     columns[2] = pa.array(long, pa.list_(pa.int32()))
     with storage.lock:
         RoundRobinWriter().write(storage, columns, Steps(4), source=None, info="")
-    found = storage.state.columns.segments
+    (found,) = storage.state.columns.shared
     assert found is not None
     found._load()
     monkeypatch.setattr(found, "_decode", lambda *given: pytest.fail("pyarrow was asked"))
@@ -755,7 +755,7 @@ def test_compressed_rows_are_unpacked_without_pyarrow(tmp_path: Path, monkeypatc
 def test_a_damaged_compressed_batch_is_not_unpacked(tmp_path: Path, packing: Any) -> None:
     storage = new(tmp_path / "a.exp", compression=packing)
     put(storage, 300)
-    found = storage.state.columns.segments
+    (found,) = storage.state.columns.shared
     assert found is not None
     chosen = found.segments[0]
     assert len(chosen.headers) > 2
@@ -789,7 +789,7 @@ def test_sizes_of_rows_follow_from_offsets(tmp_path: Path, compression: Any) -> 
         ids = rng.integers(1, rows + 1, 500)
         places = [storage.place_of((name,)) for name in parts]
         wanted = sum(row_sizes(column) for column in storage.read(ids, places))
-        segments = storage.state.columns.segments
+        (segments,) = storage.state.columns.shared
         segments._load()
         assert (storage.sizes_of(ids) == wanted).all()
         segments._loops = segments._unpacking = None

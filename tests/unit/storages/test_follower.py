@@ -16,7 +16,7 @@ from expstore.core import tuning
 from expstore.errors import CorruptionError, NotFoundError, NotReadyError, StateError
 from expstore.sql.sync import Catalog
 from expstore.storages import FollowerStorage
-from expstore.storages.columns import column_set
+from expstore.storages.columns import column_set, column_set_writer
 from tests.support.followed_stores import check_rows, contents, rows
 
 if TYPE_CHECKING:
@@ -182,7 +182,8 @@ def test_priorities_are_the_writers(
     store_path: Path, capacity: int | None, fills: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As rows come, and after a refresh; also where holes take space when they are looked at."""
-    monkeypatch.setattr(column_set, "fills_holes", lambda disk, folder: fills)
+    for module in (column_set, column_set_writer):
+        monkeypatch.setattr(module, "fills_holes", lambda disk, folder: fills)
 
     def priorities(rb: TensorDictReplayBuffer) -> list[float]:
         ids = rb.storage.window.ids()
@@ -225,7 +226,7 @@ def test_shards_are_as_long_as_zarr_json_says(store_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     with expstore.open(store_path, mode="r", batch_size=400) as rb:
         check_rows(rb.sample())
-        assert {column.rows for column in rb.storage._source.columns.columns} == {4096}  # type: ignore[attr-defined]
+        assert {column.rows for column in rb.storage._source.columns.arrays} == {4096}  # type: ignore[attr-defined]
     with pytest.raises(CorruptionError):
         expstore.open(store_path)
 

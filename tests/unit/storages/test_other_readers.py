@@ -246,7 +246,7 @@ def test_done_is_stored_as_any_flag(tmp_path: Path) -> None:
             rb[:5] = rb[:5].set(("next", "terminated"), torch.zeros(5, 1, dtype=torch.bool))
             rb.flush()
             group = rb.storage.state.columns
-            blank = {column.entry.key[-1] for column in group.columns if column.blank}
+            blank = {column.entry.key[-1] for column in group.flat.values() if column.blank}
             assert blank == (set(given) if name == "never" and not group.fills else set())
             assert rb.sql('SELECT sum("next".done::INT) FROM transitions').fetchall() == [
                 (int(after["done"].sum()),)

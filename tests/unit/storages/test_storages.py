@@ -28,7 +28,8 @@ from expstore.schema.field_roles import find_keys
 from expstore.schema.schema import Field, Schema
 from expstore.storages import base
 from expstore.storages.base import Storage
-from expstore.storages.columns import column_set, flat
+from expstore.storages.columns import flat
+from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.journal import Kind, read_journal
@@ -398,7 +399,7 @@ def test_rewards_and_ends_of_several_agents_are_found_if_they_are_given() -> Non
 
 @pytest.mark.usefixtures("short_flat_shards")
 def test_an_unbounded_store_grows_over_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
+    monkeypatch.setattr(flat.FlatColumn, "_reserve", starts_with_two_shards(flat.FlatColumn._reserve))
     storage = prepare(ZarrStorage(tmp_path / "run.exp"), SCHEMA)
     for count in (4000, 200, 1, 5, 9000, 7, 4096, 3000):
         put(storage, count)
@@ -480,7 +481,7 @@ def test_a_lost_or_short_shard_is_damage(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("short_flat_shards")
 def test_a_wide_column_read_while_it_moves(tmp_path: Path, monkeypatch: Any) -> None:
     """A reader that sees the old mapping must not make it the one that stays."""
-    monkeypatch.setattr(flat.Column, "_reserve", starts_with_two_shards(flat.Column._reserve))
+    monkeypatch.setattr(flat.FlatColumn, "_reserve", starts_with_two_shards(flat.FlatColumn._reserve))
     storage = prepare(ZarrStorage(tmp_path / "run.exp"), SCHEMA)
     put(storage, 8000)
     assert storage.state.columns is not None
@@ -696,7 +697,7 @@ def test_names_of_shards_that_an_extend_under_way_has_made_are_synced(
     put(storage, 30)
     storage.sync()
     assert storage.state.columns is not None
-    assert {column.shard_path(0).parent for column in storage.state.columns.columns} <= named
+    assert {column.shard_path(0).parent for column in storage.state.columns.arrays} <= named
     storage.close()
 
 
@@ -742,15 +743,15 @@ def test_rows_can_be_read_while_the_journal_is_read_again(
     storage = prepare(ZarrStorage(tmp_path / "run.exp", 50), SCHEMA)
     put(storage, 30)
     storage.sync()
-    real = column_set.ColumnGroup.open_shards
+    real = WritableColumns.open_shards
 
-    def look(self: column_set.ColumnGroup) -> None:
+    def look(self: WritableColumns) -> None:
         assert storage.state.columns is not self
         assert storage.changes % 2, "rows may be redone under a reader's eyes"
         check(storage, np.arange(1, 31))
         real(self)
 
-    monkeypatch.setattr(column_set.ColumnGroup, "open_shards", look)
+    monkeypatch.setattr(WritableColumns, "open_shards", look)
     storage._note_interruption()
     put(storage, 1)
     check(storage, np.arange(1, 32))

@@ -1,4 +1,4 @@
-"""The segments of a version: second names of those that the store has finished, and copies of the others.
+"""The segments of a snapshot: second names of those that the store has finished, and copies of the others.
 
 Used by snapshots. What is copied comes from where the store has it mapped, so that nobody has to wait. It
 changes no file of the store.
@@ -15,12 +15,15 @@ from typing import Any
 from expstore.disk.files import Disk
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
 from expstore.storages.columns.arrow.segments import Segments
+from expstore.storages.columns.capture import Capture, Target
+from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.format.paths import SEGMENTS
 
-__all__ = ["Held", "link_segments", "segments_now"]
+__all__ = ["SegmentCapture"]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class _Held:
     """Hold a segment as it is at one moment.
 
     Args:
@@ -42,42 +45,61 @@ class Held:
     settled: bool
 
 
-def segments_now(segments: Segments, low: int) -> list[Held]:
-    """Return the segments that hold rows newer than `low`; whoever writes goes on, and these stay."""
-    with segments.changing:
-        return [
-            Held(
-                path=one.path,
-                keeps=one.addresses,
-                address=one.address,
-                end=one.end,
-                newest=one.headers[-1],
-                at=one.offsets[-1],
-                settled=one.sealed and one.file is None,
-            )
-            for one in segments.segments
-            if one.last > low
-        ]
+class SegmentCapture(Capture):
+    """Segments as they are at one moment.
+
+    Args:
+        segments: The segments.
+        places: Of their fields among all columns.
+        low: Rows up to this id need not be kept.
+    """
+
+    def __init__(self, segments: Segments, places: Sequence[int], low: int) -> None:
+        self.places = places
+        self.packings: dict[int, Packing] = {}
+        self._segments = segments
+        with segments.changing:
+            self._held = [
+                _Held(
+                    path=one.path,
+                    keeps=one.addresses,
+                    address=one.address,
+                    end=one.end,
+                    newest=one.headers[-1],
+                    at=one.offsets[-1],
+                    settled=one.sealed and one.file is None,
+                )
+                for one in segments.segments
+                if one.last > low
+            ]
+
+    def rows(self, place: int, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows of a field, a pyarrow Array per batch."""
+        return self._segments.views(self.places.index(place), first_id, count)
+
+    def begin(self, target: Target) -> list[tuple[Path, int]]:
+        """Link the segments that are finished, and copy the others from where the store has them mapped."""
+        disk, folder, written = target.disk, target.folder / SEGMENTS, []
+        target.make_folder(folder)
+        for segment in self._held:
+            path = folder / segment.path.name
+            if segment.settled and _share(disk, segment, path):
+                continue
+            file = disk.open(path, create=True)
+            try:
+                file.write(ctypes.string_at(segment.address, segment.end), 0)
+                file.write(END, segment.end)
+            finally:
+                file.close()
+            written.append((path, segment.end + len(END)))
+        return written
+
+    def complete(self) -> list[tuple[Path, int]]:
+        """Return no file: `begin` has brought in all segments."""
+        return []
 
 
-def link_segments(disk: Disk, held: Sequence[Held], folder: Path) -> list[tuple[Path, int]]:
-    """Bring segments into the folder of a version; return the files that were written, and their lengths."""
-    written = []
-    for segment in held:
-        path = folder / segment.path.name
-        if segment.settled and _share(disk, segment, path):
-            continue
-        file = disk.open(path, create=True)
-        try:
-            file.write(ctypes.string_at(segment.address, segment.end), 0)
-            file.write(END, segment.end)
-        finally:
-            file.close()
-        written.append((path, segment.end + len(END)))
-    return written
-
-
-def _share(disk: Disk, segment: Held, path: Path) -> bool:
+def _share(disk: Disk, segment: _Held, path: Path) -> bool:
     """Give a segment a second name if it is what is known of it: it may have been merged just now."""
     if not disk.exists(segment.path) or not disk.link(segment.path, path):
         return False

@@ -1,25 +1,28 @@
 """A field without a fixed size among the columns of a store: its rows lie in the segments of all such fields.
 
-Used by the group of columns. Slots stand for the newest ids that belong to them.
+Used by the set of columns. Slots stand for the newest ids that belong to them.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import File
 from expstore.errors import SchemaError
 from expstore.schema.schema import Field
+from expstore.storages.columns.arrow.capture import SegmentCapture
 from expstore.storages.columns.arrow.segments import Segments
-from expstore.storages.columns.flat import CHUNK_ROWS, Column
+from expstore.storages.columns.capture import Capture
+from expstore.storages.columns.column import Column, FieldSize, ReadTogether
 
-__all__ = ["SegmentColumn", "in_place"]
+__all__ = ["SegmentColumn", "SegmentFields", "in_place"]
 
 
 class SegmentColumn(Column):
@@ -30,62 +33,86 @@ class SegmentColumn(Column):
     Args:
         entry: The field.
         segments: Where its rows are.
-        number: Which of their fields it is.
         folder: Where a column of it would lie.
     """
 
-    packed = True
-    viewed = False
+    def __init__(self, entry: Field, segments: Segments, folder: Path) -> None:
+        super().__init__(entry, folder, segments.slots, 0)
+        self._segments, self._number = segments, segments.fields.index(entry)
 
-    def __init__(self, entry: Field, segments: Segments, number: int, folder: Path) -> None:
-        self.entry, self.segments, self.number, self.folder = entry, segments, number, folder
-        self.row_bytes, self.rows, self.separator = 0, CHUNK_ROWS, "."
-        self.files: list[File] = []
-        self.blank = self.fills = False
-        self.fault: str | None = None
-        self.wide_row = 0
-        self.damaged: dict[int, str] = {}
+    def take(self, slots: IntArray) -> pa.Array:
+        """Copy rows out. `slots` has shape `(n,)`."""
+        return self._segments.take(self._segments.ids_of(slots), [self._number])[0]
 
-    @property
-    def ready(self) -> int:
-        """How many slots have a place; segments come as rows do."""
-        return sys.maxsize
-
-    def open_shards(self) -> None:
-        """Do nothing: the group opens segments."""
-
-    def look(self, slots: int, *, due: bool = True) -> None:
-        """Do nothing: the group looks at segments."""
-
-    def look_for_true(self) -> None:
-        """Do nothing: there are no flags here."""
-
-    def require(self, slots: int) -> None:
-        """Check nothing: the group requires rows."""
-
-    def take(self, slots: IntArray) -> Any:
-        """Copy rows out, as a pyarrow Array. `slots` has shape `(n,)`."""
-        return self.segments.take(self.segments.ids_of(slots), [self.number])[0]
-
-    def part(self, slot: int, count: int) -> Any:
-        """Copy a run of slots out, as a pyarrow Array."""
+    def part(self, slot: int, count: int) -> pa.Array:
+        """Copy a run of slots out."""
         return self.take(np.arange(slot, slot + count))
 
-    read = copy = part
+    def views(self, first_id: int, count: int) -> list[pa.Array]:
+        """Return a run of rows, an array per batch; rows that have left meanwhile are None."""
+        return self._segments.views(self._number, first_id, count)
 
-    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
-        """Yield nothing: a row has no place of its own in a file."""
-        return iter(())
+    def mix(self, slots: IntArray, newer: Array, rows: pa.Array) -> pa.Array:
+        """Return rows, some of which are in memory alone; see `Column`."""
+        here = newer >= 0
+        written = self.take(slots[~here])
+        places = np.empty(slots.size, np.int64)
+        places[~here] = np.arange(len(written))
+        places[here] = len(written) + newer[here]
+        return pa.concat_arrays([written, rows]).take(pa.array(places))
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Raise SchemaError: what lies in a segment stays as it is."""
         raise in_place([self.entry], "its rows cannot be changed")
 
-    def close(self) -> None:
-        """Do nothing: the group closes segments."""
+    def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
+        """Return how the field lies on disk; see `Column`."""
+        rows, sizes = self._segments.field_bytes()
+        used = sizes[self._number]
+        return FieldSize("segments", self._segments.codec, None, used, None, None, used / max(1, rows))
+
+    def sum_run(self, slot: int, count: int) -> int:
+        """Return 0: batches have checksums of their own."""
+        return 0
 
 
-def in_place(entries: list[Field], what: str) -> SchemaError:
+@dataclass(frozen=True, slots=True)
+class SegmentFields(ReadTogether):
+    """The fields whose rows lie in one set of segments.
+
+    Args:
+        segments: Where the rows are.
+        places: Of the fields among all columns, in the order of the segments' fields.
+    """
+
+    segments: Segments
+    places: tuple[int, ...]
+
+    def columns(self, folder: Path) -> dict[int, SegmentColumn]:
+        """Return a column for each field, by place; `folder` is that of all columns."""
+        entries = zip(self.places, self.segments.fields, strict=True)
+        return {n: SegmentColumn(entry, self.segments, folder.joinpath(*entry.key)) for n, entry in entries}
+
+    def capture(self, low: int) -> Capture:
+        """Return the rows as they are now; those up to an id need not be kept."""
+        return SegmentCapture(self.segments, self.places, low)
+
+    def renumbered(self, number: Callable[[int], int | None]) -> SegmentFields:
+        """Return the fields with other places, all of which `number` returns."""
+        places = (number(place) for place in self.places)
+        return SegmentFields(self.segments, tuple(place for place in places if place is not None))
+
+    def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
+        """Copy rows of some fields out, as pyarrow Arrays."""
+        wanted = [place for place in places if place in self.places]
+        if not wanted:
+            return {}
+        numbers = [self.places.index(place) for place in wanted]
+        found = self.segments.take(self.segments.ids_of(slots), numbers)
+        return dict(zip(wanted, found, strict=True))
+
+
+def in_place(entries: Sequence[Field], what: str) -> SchemaError:
     """Return what is raised where rows without a fixed size would have to change."""
     names = ", ".join(sorted(f"{key_name(entry.key)!r} ({entry})" for entry in entries))
     return SchemaError(

@@ -17,13 +17,14 @@ from expstore.errors import StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.ipc import encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
+from expstore.storages.columns.column import FollowedPart
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.writer_probe import Watch
 
 __all__ = ["SegmentReader"]
 
 
-class SegmentReader(Segments):
+class SegmentReader(Segments, FollowedPart):
     """Read rows without a fixed size.
 
     Threads: one looks, any number take rows. Crashes: it changes nothing.
@@ -33,16 +34,25 @@ class SegmentReader(Segments):
         folder: As `Segments`.
         fields: As `Segments`.
         slots: As `Segments`.
+        compression: As `Segments`.
     """
 
-    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
-        super().__init__(disk, folder, fields, slots)
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        compression: str | None = None,
+    ) -> None:
+        super().__init__(disk, folder, fields, slots, compression=compression)
         self._looked = False
         self._last: tuple[File, Segment] | None = None  # the newest one, to which more batches may come
         self._live = False
         self._closed = False
 
-    def open_all(self) -> None:
+    def look(self, slots: int = 0, *, due: bool = True) -> None:
         """Find all that is there, once; `look_to` finds what comes later."""
         if not self._looked:
             with self.changing:
@@ -83,7 +93,7 @@ class SegmentReader(Segments):
             self.top = max(self.top, last)
 
     def have_left(self, ids: IntArray) -> Array:
-        """Say which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
+        """Return which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
         store = self.folder.parent
         left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
         view = Watch(self._disk, store).look() if self._live else None  # behind: it takes over gaps

@@ -10,6 +10,7 @@ import bisect
 import ctypes
 import itertools
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.gather import Gather, Plan, unpack
 from expstore.storages.columns.arrow.int_widths import Widths, own_widths, read_widths
 from expstore.storages.columns.arrow.ipc import END, Header, crc_of, read_header
+from expstore.storages.columns.column import AppendedPart, add_batches
 
 __all__ = ["Segment", "Segments"]
 
@@ -40,6 +42,8 @@ Read = Callable[[int, int], bytes]
 _HEADER_BYTES = 2048
 #: Where the next one is looked for behind a damaged one.
 _SEARCH_BYTES = 1 << 20
+#: In the journal, before each batch.
+_LENGTH_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -141,7 +145,7 @@ class _Shown(NamedTuple):
     maps: tuple[Any, ...]
 
 
-class Segments:
+class Segments(AppendedPart):
     """Find and copy rows of some fields.
 
     Threads: any number take rows while one adds some. Crashes: it changes nothing.
@@ -151,10 +155,20 @@ class Segments:
         folder: `segments/`.
         fields: Those without a fixed size, in the order of the schema.
         slots: How many rows a ring has; None: it grows.
+        compression: How rows are compressed by the settings of the store.
     """
 
-    def __init__(self, disk: Disk, folder: Path, fields: Sequence[Field], slots: int | None) -> None:
-        self._disk, self.folder, self.fields, self.slots = disk, folder, tuple(fields), slots
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        fields: Sequence[Field],
+        slots: int | None,
+        *,
+        compression: str | None = None,
+    ) -> None:
+        self._disk, self.folder, self.slots, self.codec = disk, folder, slots, compression
+        self.fields: Sequence[Field] = tuple(fields)
         self.kinds = tuple(to_type(entry.arrow) for entry in fields)
         self.schema = pa.schema(
             [(key_name(entry.key), kind) for entry, kind in zip(fields, self.kinds, strict=True)]
@@ -186,25 +200,13 @@ class Segments:
 
     # -- what is there ---------------------------------------------------------------------------
 
-    def open_all(self) -> None:
-        """Find all that is there."""
-        raise NotImplementedError
-
-    def look_to(self, last: int) -> None:
-        """Find the rows up to this id, beside a writer that has written them."""
-        raise NotImplementedError
-
+    @abstractmethod
     def have_left(self, ids: IntArray) -> Array:
-        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
-        raise NotImplementedError
+        """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
 
-    def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; there is no writer any more."""
-        raise NotImplementedError
-
-    def require(self, first_id: int, count: int) -> None:
+    def require_rows(self, first_id: int, count: int) -> None:
         """Raise CorruptionError if rows that can be read are not there."""
-        for missing, rows in self.missing(first_id, count):
+        for missing, rows in self.missing(first_id, count) if count else ():
             raise CorruptionError(f"rows {missing} to {missing + rows - 1} are missing in {self.folder}")
 
     def paths(self) -> list[Path]:
@@ -366,10 +368,6 @@ class Segments:
             shown.bytes[at] = sizes
             shown.lengths[at], shown.ways[at] = header.lengths, way
         return shown._replace(held=held + len(headers))
-
-    def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
-        """Let rows be found that are in memory alone, behind all others."""
-        raise NotImplementedError
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -581,6 +579,10 @@ class Segments:
         high = int(np.searchsorted(shown.firsts[: shown.held], first_id + count))
         return iter(range(low, high))
 
+    def used_bytes(self, rows: int) -> float:
+        """Return how much disk space a row takes, on average."""
+        return self.mean_bytes
+
     @property
     def mean_bytes(self) -> int:
         """How many bytes a row takes, on average; 0: there are none."""
@@ -589,14 +591,18 @@ class Segments:
         return size // rows if rows else 0
 
     def field_bytes(self) -> tuple[int, list[int]]:
-        """Return how many rows are here, and what the buffers of each field take."""
+        """Return how many rows are here, and how much disk space those of each field take."""
         headers = [header for segment in self.segments for header in segment.headers]
         bounds = [column.buffer for column in self.plan.columns] + [self.plan.buffers]
         sizes = [
             sum(int(header.buffers[low:high, 1].sum()) for header in headers)
             for low, high in itertools.pairwise(bounds)
         ]
-        return sum(header.rows for header in headers), sizes
+        used, total = (
+            self._disk.used(self.folder) if self._disk.exists(self.folder) else 0,
+            max(1, sum(sizes)),
+        )
+        return sum(header.rows for header in headers), [used * size // total for size in sizes]
 
     def covers(self, first_id: int, count: int) -> bool:
         """Return whether all rows of a run are here, whole or not."""
@@ -651,9 +657,45 @@ class Segments:
             at = header.last + 1
         return found if at == first_id + count else None
 
-    def is_whole(self, first_id: int, count: int) -> bool:
-        """Return whether no row of a run is missing, and their batches have their checksums."""
-        return self.covers(first_id, count) and None not in self.sound_batches(first_id, count)
+    def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
+        """Return the crc32c of what came before and of the batches of a run; None: it is not there whole."""
+        batches = self.checksums(first_id, count) if count else []
+        return None if batches is None else add_batches(crc, batches)
+
+    def lacks(self, first_id: int, count: int) -> bool:
+        """Return whether rows of a run are missing, or their batches do not have their checksums."""
+        return count > 0 and not (
+            self.covers(first_id, count) and None not in self.sound_batches(first_id, count)
+        )
+
+    # -- rows in the journal ---------------------------------------------------------------------
+
+    def pack(self, columns: Sequence[pa.Array]) -> bytes:
+        """Return rows as bytes: an Arrow IPC message behind its u32 length."""
+        message = pa.record_batch(list(columns), schema=self.schema).serialize().to_pybytes()
+        return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
+
+    def unpack(self, data: bytes) -> list[pa.Array]:
+        """Return the rows of some calls of `pack`, whose results follow one another: an array per field.
+
+        Raises:
+            CorruptionError: The bytes are damaged.
+        """
+        batches, at = [], 0
+        try:
+            while at < len(data):
+                size = int.from_bytes(data[at : at + _LENGTH_BYTES], "little")
+                at += _LENGTH_BYTES
+                batch = pa.ipc.read_record_batch(pa.py_buffer(data[at : at + size]), self.schema)
+                batch.validate()
+                batches.append(batch)
+                at += size
+        except (pa.ArrowInvalid, OSError) as exc:
+            raise CorruptionError(f"rows in the journal cannot be read: {exc}") from exc
+        return [
+            pa.concat_arrays([batch.column(number) for batch in batches])
+            for number in range(len(self.schema))
+        ]
 
     def close(self) -> None:
         """Close the files; a mapping goes with the last array over it."""

@@ -6,6 +6,7 @@ published, marked or given up the storage says.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,22 +15,28 @@ import pyarrow as pa
 
 from expstore.core import tuning
 from expstore.core.id_set import NO_GAPS, Gaps
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, key_name
+from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import Disk, File
 from expstore.disk.mapped_files import AddressRange
+from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Field
+from expstore.storages.columns.arrow.column import in_place
 from expstore.storages.columns.arrow.compaction import merged, thinned, worth_merging
 from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for
 from expstore.storages.columns.arrow.ipc import END, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
+from expstore.storages.columns.column import Appender, Deleted, Run, WrittenPart
 
 __all__ = ["SegmentWriter"]
+
+_logger = logging.getLogger("expstore")
 
 #: A segment that is made once more; it has no other name before it is complete.
 AGAIN = "again"
 
 
-class SegmentWriter(Segments):
+class SegmentWriter(Segments, WrittenPart, Appender):
     """Keep rows without a fixed size.
 
     Threads: one appends; one other may remove and merge meanwhile; any number take rows. Crashes: a batch
@@ -54,7 +61,7 @@ class SegmentWriter(Segments):
         compression: str | None = None,
         generation: int = 0,
     ) -> None:
-        super().__init__(disk, folder, fields, slots)
+        super().__init__(disk, folder, fields, slots, compression=compression)
         self.compression = None if compression == "narrow" else compression
         self.narrow, self.generation = compression is not None, generation
         self._needed: Bounds | None = None  # what the rows of the newest segment are
@@ -72,7 +79,7 @@ class SegmentWriter(Segments):
 
     # -- opening ---------------------------------------------------------------------------------
 
-    def open_all(self) -> None:
+    def open_files(self) -> None:
         """Find all that is there; `settle` says afterwards what counts."""
         self._disk.unlink(self.folder / AGAIN)  # of an opening or a merge that was killed
         found: list[Segment] = []
@@ -91,15 +98,7 @@ class SegmentWriter(Segments):
         self.show_all(found)
 
     def settle(self, last: int, synced: int) -> None:
-        """Go on behind the last row that counts; the next sync brings that to the disk.
-
-        Bytes that no mark covers are written once more: after a sync that failed the system may call clean
-        what is not on the disk.
-
-        Args:
-            last: Id of the last row that counts.
-            synced: The newest one that a mark covers.
-        """
+        """Continue behind a row; see `Appender`. Bytes that a checkpoint covers stay as they are."""
         with self.changing:
             self._cut(last)
             for segment in self.segments:
@@ -223,6 +222,34 @@ class SegmentWriter(Segments):
             segment.file = None
 
     # -- writing ---------------------------------------------------------------------------------
+
+    def write(self, run: Run) -> list[int]:
+        """Append rows; return the checksums of their batches."""
+        return self.append(run.first_id, run.variable)
+
+    def write_again(self, run: Run, synced: int) -> None:
+        """Append rows that are not there, when a store is opened."""
+        if self.lacks(run.first_id, run.count):
+            if self.top >= run.first_id:
+                self.settle(run.first_id - 1, synced)
+            self.write(run)
+
+    def change_error(self, fields: Sequence[Field]) -> SchemaError:
+        """Return the error that rows without a fixed size cannot be changed."""
+        return in_place(fields, "their rows cannot be changed")
+
+    def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
+        """Return the error that rows without a fixed size cannot give way to better ones."""
+        return in_place(fields, "rows cannot give way to better ones")
+
+    def check_removable(self, entry: Field) -> None:
+        """Raise SchemaError if a field has no fixed size."""
+        if entry in self.fields:
+            raise SchemaError(
+                f"field {key_name(entry.key)!r} has no fixed size: its rows lie with those of other such "
+                "fields, and stay",
+                hint="make another store for rows without it",
+            )
 
     def append(self, first_id: int, columns: Sequence[pa.Array]) -> list[int]:
         """Write a run of rows; those that are there already, after a failure, are left out.
@@ -358,7 +385,7 @@ class SegmentWriter(Segments):
             self._finished.append(segment)
         segment.sealed = True
 
-    # -- sync ------------------------------------------------------------------------------------
+    # -- checkpoints -----------------------------------------------------------------------------
 
     def note_left(self, low: int, gaps: Gaps) -> None:
         """Note which rows have left, as the disk has it, or will with the next checkpoint.
@@ -370,40 +397,63 @@ class SegmentWriter(Segments):
         self._low, self._gaps = low, gaps
 
     def have_left(self, ids: IntArray) -> Array:
-        """Say which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
+        """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
         left: Array = (ids <= self._low) | self._gaps.holds(ids)
         return left
 
-    def begin_mark(self, last: int) -> None:
-        """Begin a checkpoint: what was touched is about to be synced.
+    @property
+    def touched_files(self) -> set[File]:
+        """The files that were written to since the last checkpoint began."""
+        return self.touched.copy()
 
-        Args:
-            last: Newest id that the mark is to cover.
-        """
+    def take_new_folders(self) -> set[Path]:
+        """Return, once, the folders with new names in them."""
+        return take_all(self.new_folders)
+
+    def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
+        """Return what was written since the last checkpoint began."""
+        self.note_left(low, gaps)
+        return Dirty(take_all(self.touched), self.take_new_folders())
+
+    def begin(self, checkpoint: Checkpoint) -> Dirty:
+        """Return what no checkpoint covers."""
         self._marking += self._finished
         self._finished = []
-        self._marked = last
+        self._marked = checkpoint.last
         self.unsynced_bytes = 0
+        return self.begin_opening(checkpoint.low, checkpoint.gaps)
 
-    def put_back(self) -> None:
-        """Take back what the checkpoint began: nothing was synced."""
+    def abort(self, dirty: Dirty) -> None:
+        """Take back the segments that `begin` has finished: nothing was synced."""
         self._finished = [*self._marking, *self._finished]
         self._marking = []
 
-    def note_marked(self, *, tidy: bool) -> None:
-        """Note that the checkpoint record is on the disk.
-
-        Args:
-            tidy: Whether files may go: nobody copies just now.
-        """
+    def completed(self, *, tidy: bool) -> None:
+        """Close what was synced; merge and remove segments if files may go, after the checkpoint record."""
         for segment in self._marking:
             if segment.file is not None and segment.file not in self.touched:
                 segment.file.close()
                 segment.file = None
         self._marking = []
-        if tidy:
+        if not tidy:
+            return
+        try:
             self._drop()
             self._merge(self._marked)
+        except StorageError as exc:
+            if exc.lost:
+                raise
+            # Rows are where they were: the next checkpoint tries again.
+            _logger.warning("segments of %s are not merged: %s", self.folder.parent, exc)
+
+    def free(self, deleted: Deleted) -> set[File]:
+        """Give back the space of rows that have left; no file is changed in place.
+
+        No checkpoint may run meanwhile, which merges segments.
+        """
+        self.note_left(deleted.low, deleted.gaps)
+        self.give_up()
+        return set()
 
     def give_up(self) -> None:
         """Give back the space of rows that have left, as stands on the disk; no sync is under way.

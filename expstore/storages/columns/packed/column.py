@@ -6,24 +6,27 @@ of the next ones: then they are taken from there. It changes no file.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
-from expstore.core.values import Array, IntArray, key_name
+from expstore.core.values import Array, IntArray, cut_run, key_name
 from expstore.disk.files import Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
-from expstore.errors import CorruptionError, SchemaError
+from expstore.errors import CorruptionError, SchemaError, StorageError
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.schema.schema import Field
-from expstore.storages.columns.flat import Column
+from expstore.storages.columns.column import AppendedPart, Column, FieldSize
+from expstore.storages.columns.flat import REWRITE_BYTES
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.parts import Frame, Shown
 from expstore.storages.format.chunk_encoding import Packing
@@ -36,10 +39,17 @@ from expstore.storages.format.chunk_file import (
     read_index,
     turn_of,
 )
+from expstore.storages.format.zarr_metadata import shard_name
 
-__all__ = ["Filling", "Frame", "PackedRows", "Source"]
+__all__ = ["PARTIAL", "Filling", "Frame", "PackedRows", "Source", "holds_chunks"]
 
 PARTIAL = "partial"
+#: Slots that are looked at to learn how many rows chunks hold.
+_SAMPLE = 65_536
+#: Of these it is looked up for so many where their bytes are.
+_SOME = 4096
+#: How the names of files begin in which rows are.
+_FILES = ("c.", "open.", PARTIAL)
 _NONE = np.empty(0, np.int64)
 #: Chunks that a reader unpacks without the compiled loop before it loads that.
 _WORTH_LOADING = 1024
@@ -109,7 +119,7 @@ class Filling:
         return start
 
 
-class PackedRows(Column):
+class PackedRows(Column, AppendedPart):
     """Take rows out of packed chunks.
 
     Threads: any number take rows while one adds some.
@@ -123,9 +133,6 @@ class PackedRows(Column):
         write: Whether the files are written to.
     """
 
-    packed = True
-    viewed = False
-
     def __init__(
         self,
         disk: Disk,
@@ -136,14 +143,9 @@ class PackedRows(Column):
         *,
         write: bool = True,
     ) -> None:
-        self.entry, self.folder, self.packing = entry, folder, packing
-        self.row_bytes = entry.row_bytes
+        super().__init__(entry, folder, slots, entry.row_bytes)
+        self.packing = packing
         self.rows = packing.shard
-        self.separator = "."
-        self.files: list[File] = []
-        self.blank = self.fills = False
-        self.fault: str | None = None
-        self.wide_row = 0
         self._recycled = Recycled()
         self.chunk_bytes = packing.rows * entry.row_bytes
         #: Length of what comes before a chunk's frame.
@@ -157,7 +159,6 @@ class PackedRows(Column):
         #: Slots of rows that should be there and are not. Only where nobody writes.
         self._lost = np.empty(0, np.int64)
         self._disk = disk
-        self.slots = slots
         shards = 16 if slots is None else -(-slots // packing.shard)
         where = np.zeros(shards * packing.chunks, np.int64)
         self._shown = Shown(where, np.zeros_like(where), np.zeros_like(where), {}, 0, 0, self._new_rows())
@@ -184,6 +185,14 @@ class PackedRows(Column):
         self._take_rows = take_rows if self.packing.means.is_blosc else None
 
     # -- where chunks are ------------------------------------------------------------------------
+
+    def place_behind(self, last: int) -> tuple[int, int]:
+        """Return turn of the ring and slot of the row behind this one."""
+        return (0, last) if self.slots is None else divmod(last, self.slots)
+
+    def shard_path(self, number: int) -> Path:
+        """Return where a finished shard lies."""
+        return self.folder / shard_name(number, len(self.entry.shape), ".")
 
     def open_path(self, number: int, turn: int) -> Path:
         """Return where a shard lies while it is filled, in its turn of the ring."""
@@ -240,8 +249,7 @@ class PackedRows(Column):
 
     def paths(self) -> list[Path]:
         """Return the files in which rows are."""
-        kept = ("c.", "open.", PARTIAL)
-        return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(kept)]
+        return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(_FILES)]
 
     def shards(self) -> Iterator[tuple[str, int, int]]:
         """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
@@ -319,6 +327,34 @@ class PackedRows(Column):
             + index_bytes(names.size, table=table)
         )
         return names, shown.turns[names], used
+
+    def measure_compression(self, ids: Callable[[IntArray], IntArray]) -> tuple[float | None, IntArray]:
+        """Return how rows are compressed, by the chunks in the files, whatever turn they are of.
+
+        Args:
+            ids: Returns the ids that slots hold, 0 where none was written.
+
+        Returns:
+            How many times more the rows in the chunks would take as they are; None: there are none. And the
+            slots of those rows, or of a sample. A chunk can have gaps, where rows were skipped that nobody
+            would ever have read.
+        """
+        chunks, turns, used = self.packed_chunks()
+        if not chunks.size:
+            return None, np.empty(0, np.int64)
+        each = self.packing.rows
+        picked = np.arange(chunks.size * each)
+        if picked.size > _SAMPLE:
+            picked = np.unique(np.random.default_rng(0).integers(0, picked.size, _SAMPLE))
+        slots = chunks[picked // each] * each + picked % each
+        held = slots
+        if self.slots is not None:
+            known = ids(slots) - 1
+            turn = turns[picked // each]
+            there = (known >= 0) & (known % self.slots == slots)
+            held = slots[there & ((known // self.slots == turn) | (turn == ANY_TURN))]
+        raw = chunks.size * self.chunk_bytes * held.size / picked.size
+        return (round(raw / used, 2) or None), held
 
     @property
     def shown(self) -> Shown:
@@ -484,17 +520,27 @@ class PackedRows(Column):
         lost: IntArray = slots[(slots >= first) & (slots < stop) & ~held]
         return lost
 
-    def require_rows(self, slot: int, count: int, turn: int) -> None:
-        """Raise CorruptionError if rows that can be read are not there.
+    def require_rows(self, first_id: int, count: int) -> None:
+        """Raise CorruptionError if rows that can be read are not there, or those with which they lie."""
+        for slot, turn, n in self._pieces(first_id, count):
+            lost = self._lost_slots(slot, slot + n, turn)
+            if lost.size:
+                self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
+        if self.partner is not None and count:
+            self.partner.require_rows(*self._older(first_id, count))
 
-        Args:
-            slot: Of the first one.
-            count: How many.
-            turn: Of the ring.
-        """
-        lost = self._lost_slots(slot, slot + count, turn)
-        if lost.size:
-            self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
+    def _pieces(self, first_id: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Cut a run of rows at the ring's end: (first slot, turn, rows)."""
+        for slot, offset, n in cut_run(first_id, count, self.slots):
+            if n:
+                yield slot, self.place_behind(first_id + offset - 1)[0], n
+
+    def _older(self, first_id: int, count: int) -> tuple[int, int]:
+        """Return the run of rows before another one with which rows of that one lie: first id, rows."""
+        ids = np.arange(first_id, first_id + min(count, tuning.PACKED_LOOKBACK_ROWS[1]))
+        lent = ids - self.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)
+        oldest = int(lent.min())
+        return oldest, max(0, int(lent[lent < first_id].max(initial=oldest - 1)) + 1 - oldest)
 
     def distances(self, slots: IntArray) -> IntArray:
         """Return how many rows before each the one is whose bytes at the partner's it has; 0: it has its own.
@@ -517,16 +563,14 @@ class PackedRows(Column):
         del shown
         return found
 
-    def lacks(self, slot: int, count: int, turn: int) -> bool:
-        """Return whether some rows of a run are not there as they were written in this turn.
+    def lacks(self, first_id: int, count: int) -> bool:
+        """Return whether some rows are not there as they were written.
 
         When a store is opened: other rows may be found in their places, perhaps with the very same bytes.
-
-        Args:
-            slot: Of the first one.
-            count: How many.
-            turn: Of the ring.
         """
+        return any(self._lacks(slot, n, turn) for slot, turn, n in self._pieces(first_id, count))
+
+    def _lacks(self, slot: int, count: int, turn: int) -> bool:
         each, shown = self.packing.rows, self._shown
         low, high = slot // each, -(-(slot + count) // each)
         if high <= shown.where.size:
@@ -586,26 +630,9 @@ class PackedRows(Column):
             out[goals[mine]] = rows[inside[mine]]
         return -1
 
-    @property
-    def ready(self) -> int:
-        """How many slots have a place; shards come as rows do."""
-        return sys.maxsize
-
     def part(self, slot: int, count: int) -> Array:
         """Copy a run of slots out."""
         return self.take(np.arange(slot, slot + count))
-
-    read = copy = part
-
-    def spans(self, slot: int, count: int) -> Iterator[tuple[File, int, int, int]]:
-        """Yield nothing: a row has no place of its own in a file."""
-        return iter(())
-
-    def require(self, slots: int) -> None:
-        """Check nothing: `require_rows` does."""
-
-    def look_for_true(self) -> None:
-        """Do nothing: there are no flags here."""
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
         """Raise SchemaError: what is packed stays as it is."""
@@ -613,3 +640,54 @@ class PackedRows(Column):
             f"field {key_name(self.entry.key)!r} is packed: its rows cannot be changed",
             hint="give the field layout='flat' when the store is made",
         )
+
+    # -- sums and space --------------------------------------------------------------------------
+
+    def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
+        """Return the crc32c of what came before and of a run of rows."""
+        step = max(1, REWRITE_BYTES // self.row_bytes)
+        for slot, _, n in cut_run(first_id, count, self.slots):
+            for start in range(slot, slot + n, step):
+                rows = self.part(start, min(step, slot + n - start))
+                crc = google_crc32c.extend(crc, rows.reshape(-1).view(np.uint8))
+        return crc
+
+    def sum_run(self, slot: int, count: int) -> int:
+        """Return 0: chunks have checksums of their own."""
+        return 0
+
+    def least_shards(self, rows: int) -> int:
+        """Return how many shards there are at least, for zarr.json, if there are so many rows."""
+        # A shard begins when its first chunk is full; until the shape has grown, it is an open one.
+        named = (number + (kind != "open") for kind, number, _ in self.shards())
+        return min(-(-rows // self.rows), max(named, default=0))
+
+    def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
+        """Return how the field lies on disk, by the chunks that were found; see `Column`."""
+        used, packing = self._disk.used(self.folder), self.packing
+        ratio, shared = None, None
+        with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name just now
+            ratio, slots = self.measure_compression(ids)
+            if packing.shares and slots.size:
+                sample = np.sort(slots[:: -(-slots.size // _SOME)])
+                shared = float((self.distances(sample) > 0).mean())
+        row_bytes = self.row_bytes / (ratio or 1)
+        return FieldSize("packed", packing.codec, packing.rows, used, ratio, shared, row_bytes)
+
+    @property
+    def mean_bytes(self) -> int:
+        """How many bytes a row takes in memory."""
+        return self.row_bytes
+
+    def used_bytes(self, rows: int) -> float:
+        """Return how much disk space a row takes, on average, if there are so many."""
+        return self._disk.used(self.folder) / max(1, rows)
+
+    def close(self) -> None:
+        """Close the files; a mapping goes with the last array over it."""
+        self._partial.close()
+
+
+def holds_chunks(disk: Disk, folder: Path) -> bool:
+    """Return whether there are files of a packed column in the folder of an array."""
+    return disk.exists(folder) and any(name.startswith(_FILES) for name in disk.names(folder))

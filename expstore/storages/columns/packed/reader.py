@@ -15,6 +15,7 @@ from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import CorruptionError, StorageError
 from expstore.schema.schema import Field
+from expstore.storages.columns.column import FollowedPart
 from expstore.storages.columns.packed.column import Filling, PackedRows, Source
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import Chunks, scan_chunks
@@ -26,7 +27,7 @@ _LOOKS = 8
 _NEVER = 1 << 62
 
 
-class PackedReader(PackedRows):
+class PackedReader(PackedRows, FollowedPart):
     """Read a packed field.
 
     Threads: one looks, any number read. Crashes: it changes nothing.
@@ -91,9 +92,9 @@ class PackedReader(PackedRows):
         for place in [place for place in self._open if place < before]:
             self._open.pop(place)[0].close()
 
-    def end_at(self, turn: int, slot: int) -> None:
-        """Let only rows be found that come before this place; there is no writer any more."""
-        each = self.packing.rows
+    def end_at(self, last: int) -> None:
+        """Let only rows up to this id be found; there is no writer any more."""
+        (turn, slot), each = self.place_behind(last), self.packing.rows
         inside = slot % each
         lost = self._lost_slots(slot - inside, slot, turn)
         try:
@@ -131,17 +132,17 @@ class PackedReader(PackedRows):
         held[: len(rows)] = rows
         self._shown = self._shown._replace(base=base, held=len(rows), rows=held)
 
-    def look_to(self, turn: int, slot: int) -> None:
-        """Find the rows before this place, which the writer has written.
+    def look_to(self, last: int) -> None:
+        """Find the rows up to this id, which the writer has written.
 
         Raises:
-            StorageError: They are not there: somebody else has come.
+            StorageError: They are not there: another writer has come.
         """
         if not self._looked:
             self._looked = True
             self._note_missing()
         for _ in range(_LOOKS):
-            if self._reach(turn, slot):
+            if self._reach(*self.place_behind(last)):
                 return
         raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
 
@@ -200,4 +201,4 @@ class PackedReader(PackedRows):
     def close(self) -> None:
         """Close the files; a mapping goes with the last array over it."""
         self._let_go((_NEVER, 0))
-        self._partial.close()
+        super().close()

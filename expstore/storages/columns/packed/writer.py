@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.id_set import Gaps
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import StateError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Field
-from expstore.storages.columns.packed.column import Filling, Frame, Source
-from expstore.storages.columns.packed.gc import AGAIN, ThinningRows
+from expstore.storages.columns.column import Deleted, WrittenPart
+from expstore.storages.columns.packed.column import Filling, Frame, PackedRows, Source
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
     Chunks,
@@ -34,8 +35,13 @@ from expstore.storages.format.zarr_metadata import grow_shape
 
 __all__ = ["PackedColumn"]
 
+#: A shard that is made once more; it has no other name before it is complete.
+AGAIN = "again"
+#: A shard is written anew when at least one of so many bytes in it is of no use.
+_PART = 8
 
-class PackedColumn(ThinningRows):
+
+class PackedColumn(PackedRows, WrittenPart):
     """Keep one wide field of all rows, packed.
 
     Rows are written in the order of their slots, by one thread. What was written can be found again by
@@ -64,6 +70,8 @@ class PackedColumn(ThinningRows):
         self._away = np.zeros(packing.rows, np.int64)
         self._former = 0  # length of the frame that was made last
         self._pack_chunks: Any = None
+        #: So many rows behind a row may have their bytes in it.
+        self.lent = 0
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
 
@@ -75,18 +83,18 @@ class PackedColumn(ThinningRows):
 
     # -- writing ---------------------------------------------------------------------------------
 
-    def append(self, turn: int, slot: int, rows: Array, distances: IntArray | None = None) -> None:
-        """Write a run of rows.
+    def append(self, first_id: int, rows: Array, distances: IntArray | None = None) -> None:
+        """Write a run of rows that does not cross the ring's end.
 
         Args:
-            turn: Of the ring; 0 without one.
-            slot: Of the first of them.
+            first_id: Id of the first row.
             rows: C-contiguous. Shape `(n, *row shape)`.
             distances: How many rows before each the partner has the same bytes, which stay as long as this
                 row can be read; 0: nowhere. None: all are 0. Shape `(n,)`.
         """
         if distances is None:
             distances = np.zeros(len(rows), np.int64)
+        turn, slot = self.place_behind(first_id - 1)
         done = self._written_before(turn, slot, rows)
         if not done and (turn, slot) != (self._turn, self._next):
             self._move_to(turn, slot)
@@ -222,9 +230,9 @@ class PackedColumn(ThinningRows):
         self.touched.add(filling.file)
         self._finished.append(filling)
 
-    def goes_on_at(self, place: tuple[int, int]) -> bool:
-        """Return whether it is settled, and the next row goes to this turn and slot."""
-        return not self._sources_new and place == (self._turn, self._next)
+    def ends_with(self, last: int) -> bool:
+        """Return whether the column is settled, and this row is the last one that it has."""
+        return not self._sources_new and self.place_behind(last) == (self._turn, self._next)
 
     # -- sync ------------------------------------------------------------------------------------
 
@@ -258,13 +266,13 @@ class PackedColumn(ThinningRows):
 
     # -- opening ---------------------------------------------------------------------------------
 
-    def open_shards(self) -> None:
+    def open_files(self) -> None:
         """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
         self._disk.unlink(self.folder / AGAIN)  # of an opening that was killed
         named = []
         for kind, shard, turn in self.shards():
             if kind == "open":
-                self._finished.append(self._open(shard, turn))
+                self._finished.append(self._open_shard(shard, turn))
             elif (looked := self._read_shard(shard)) is not None:
                 named.append(looked)
         again = {(filling.shard, filling.turn) for filling in self._finished}  # see `_fill_again`
@@ -281,24 +289,17 @@ class PackedColumn(ThinningRows):
     def _unnamed(self) -> list[Filling]:
         return [*self._finished, *([] if self._filling is None else [self._filling])]
 
-    def _open(self, shard: int, turn: int) -> Filling:
+    def _open_shard(self, shard: int, turn: int) -> Filling:
         file = self._disk.open(self.open_path(shard, turn))
         chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
         if file.size() < self._bound:
             file.truncate(self._bound)
         return Filling(shard, turn, file, self._map(file, self._bound), chunks)
 
-    def settle(self, place: tuple[int, int], synced: tuple[int, int]) -> None:
-        """Go on behind the last row that counts; the next sync brings that to the disk.
-
-        All bytes on which rows depend are written once more: after a sync that failed the system may call
-        clean what is not on the disk.
-
-        Args:
-            place: Turn and slot of the row that comes next.
-            synced: The same of the first row that the last mark does not cover.
-        """
-        (turn, slot), each = place, self.packing.rows
+    def settle(self, last: int, synced: int) -> None:
+        """Continue behind the last row that counts; see `Appender`."""
+        place, each = self.place_behind(last), self.packing.rows
+        (turn, slot), covered = place, self.place_behind(synced)
         shard, inside = slot // self.packing.shard, slot % each
         rows = self.part(slot - inside, inside)
         dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
@@ -306,7 +307,7 @@ class PackedColumn(ThinningRows):
         kept = [source for source in self._sources if not any(source is one for one in dead)]
         self._sources = [source for source in kept if source.cut(turn, slot // each)]
         if self._sources_new:
-            self._partial.adopt(synced[0], synced[1] // each, synced[1] % each)
+            self._partial.adopt(covered[0], covered[1] // each, covered[1] % each)
             self._sources_new = False
         if inside:  # before the chunk is cut off that may be all that has them
             self._keep_rest(turn, slot // each, rows)
@@ -412,7 +413,7 @@ class PackedColumn(ThinningRows):
         turn, shard = place
         self._disk.rename(path, self.open_path(shard, turn))
         self.new_folders.add(self.folder)
-        return self._open(shard, turn)
+        return self._open_shard(shard, turn)
 
     def _forget(self, filling: Filling, first: int) -> Filling:
         """Drop the chunks of a file from one on: some of their rows were never published.
@@ -423,9 +424,82 @@ class PackedColumn(ThinningRows):
             return filling
         return self._fill_again(filling.file, filling.chunks, (filling.turn, filling.shard), first)
 
+    # -- space -----------------------------------------------------------------------------------
+
+    def free(self, deleted: Deleted) -> set[File]:
+        """Give back the space of chunks without a row that anybody reads; no file is changed in place.
+
+        A finished shard may be a snapshot's as well (a hard link) and never changes: a smaller one takes its
+        name, and whoever reads continues with the former file.
+        """
+        near = deleted.rows.common(deleted.near.widened(self.packing.rows + self.lent))
+        shard = self.packing.shard
+        numbers = Gaps.merged((near.first - 1) // shard, (near.last - 1) // shard)
+        for first, last in numbers:
+            for number in range(first, last + 1):
+                if self._disk.exists(self.shard_path(number)):
+                    self._free_shard(number, self._unread(number, deleted.rows))
+        return set()
+
+    def _unread(self, number: int, dead: Gaps) -> IntArray:
+        """Return which chunks of a shard nobody reads. Shape `(chunks,)`, bool."""
+        each, lent = self.packing.rows, self.lent
+        before = number * self.packing.shard + each * np.arange(self.packing.chunks)
+        unread: IntArray = dead.counts(before + each + lent) - dead.counts(before) == each + lent
+        return unread
+
+    def _free_shard(self, number: int, unread: IntArray) -> None:
+        path, first = self.shard_path(number), number * self.packing.chunks
+        self.new_folders.add(self.folder)
+        if unread.all():
+            self._disk.unlink(path)
+            self._shown.where[first : first + unread.size] = 0
+            maps = {shard: held for shard, held in self._shown.maps.items() if shard != number}
+            self._shown = self._shown._replace(maps=maps)
+            self._sources = [source for source in self._sources if source.shard != number]
+            return
+        file = self._disk.open(path, write=False)
+        try:
+            chunks = read_index(file, self.packing.chunks, table=self.packing.table_bytes)
+            there = chunks.offsets >= 0
+            sizes = np.where(there, chunks.sizes + self.head, 0)
+            if sizes[unread].sum() * _PART < sizes.sum():
+                return
+            self._write_anew(file, path, chunks, np.flatnonzero(there & ~unread))
+        finally:
+            file.close()
+        self._read_anew(number)
+
+    def _write_anew(self, former: File, path: Path, chunks: Chunks, kept: IntArray) -> None:
+        """Put a shard with some of the chunks in the place of one."""
+        temp, found, end = self.folder / AGAIN, no_chunks(self.packing.chunks), 0
+        file = self._disk.open(temp, create=True)
+        try:
+            file.truncate(0)
+            for number in kept.tolist():
+                start, size = int(chunks.offsets[number]) - self.head, int(chunks.sizes[number]) + self.head
+                file.write(former.read(start, size), end)
+                found.offsets[number], found.sizes[number] = end + self.head, chunks.sizes[number]
+                end += size
+            file.write(pack_index(found, table=self.packing.table_bytes), end)
+            file.sync()
+        finally:
+            file.close()
+        self._disk.rename(temp, path)
+
+    def _read_anew(self, number: int) -> None:
+        """Let the rows of a shard be found in its new file."""
+        found = self._read_shard(number)
+        if found is None:
+            return
+        self._show(number, found.turn, found.addresses, found.chunks)
+        self._leave_former(found)
+        self._sources = [source for source in self._sources if not (source.named and source.shard == number)]
+        self._sources.append(found)
+
     def close(self) -> None:
         """Close the files; a mapping goes with the last array over it."""
         for filling in self._unnamed:
             filling.file.close()
         self._finished, self._filling = [], None
-        self._partial.close()
+        super().close()

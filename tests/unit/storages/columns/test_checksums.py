@@ -27,8 +27,8 @@ from expstore.storages.columns.checksums import (
     SUMMED,
     read_entries,
     state_of,
-    zeros_sum,
 )
+from expstore.storages.columns.flat import zeros_sum
 from expstore.storages.format.manifest import Manifest
 from tests.support.damaged_stores import BLOCK, batch
 
@@ -265,7 +265,7 @@ def test_flags_that_are_never_set_are_not_read(store_path: Path, monkeypatch: py
     """A hole that was read takes memory; its sum is known."""
     with expstore.open(store_path) as rb:
         rb.extend(batch(5, 0))
-        blank = [c for c in rb.storage.state.columns.columns if c.blank]
+        blank = [c for c in rb.storage.state.columns.flat.values() if c.blank]
         assert [c.entry.key for c in blank] == [("never",), ("next", "terminated")]
         for column in blank:
             monkeypatch.setattr(column, "view", None)

@@ -18,9 +18,10 @@ from expstore.disk.files import Disk
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Field
-from expstore.storages.columns.column_set import ColumnGroup
+from expstore.storages.columns.column_set import ReadColumns
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.dedup_finder import NextRows
+from expstore.storages.columns.packed.capture import PackedCapture
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.format.chunk_encoding import Packing, reach_for
 from expstore.storages.format.chunk_file import pack_index, read_index
@@ -141,7 +142,9 @@ class Life(MortalLife):
 
     def keep(self) -> None:
         """Keep the rows as they are now: whoever writes goes on, and these stay."""
-        self.now.append((self.columns.packed_now(), *self.wanted()))
+        (capture,) = self.columns.capture(self.low)
+        assert isinstance(capture, PackedCapture)
+        self.now.append((capture.columns, *self.wanted()))
 
     def check(self) -> None:
         slots, values = self.wanted()
@@ -152,10 +155,8 @@ class Life(MortalLife):
             same([kept[0].take(places), kept[1].take(places)], held)
         if not slots.size:
             return
-        fresh = ColumnGroup(Disk(), self.folder / "columns", FIELDS, self.slots, write=False)
-        self.reader = self.reader or ColumnGroup(
-            Disk(), self.folder / "columns", FIELDS, self.slots, write=False
-        )
+        fresh = ReadColumns(Disk(), self.folder / "columns", FIELDS, self.slots)
+        self.reader = self.reader or ReadColumns(Disk(), self.folder / "columns", FIELDS, self.slots)
         for reader in (fresh, self.reader):
             reader.look(0)
             reader.look_to(self.last)
@@ -297,7 +298,7 @@ def test_rows_that_lie_with_lost_ones_are_refused(life: Life) -> None:
         assert file.read(4)
     data[int(chunks.offsets[0]) + 20] ^= 1
     path.write_bytes(data)
-    reader = ColumnGroup(Disk(), life.folder / "columns", FIELDS, life.slots, write=False)
+    reader = ReadColumns(Disk(), life.folder / "columns", FIELDS, life.slots)
     reader.look(0)
     reader.look_to(80)
     for one in range(17, 81):
@@ -322,7 +323,7 @@ def test_a_bit_in_a_table_is_noticed(life: Life, loaded: bool) -> None:
         data = bytearray(clean)
         data[at] ^= 4
         path.write_bytes(data)
-        reader = ColumnGroup(Disk(), life.folder / "columns", FIELDS, life.slots, write=False)
+        reader = ReadColumns(Disk(), life.folder / "columns", FIELDS, life.slots)
         column = reader.columns[0]
         assert isinstance(column, PackedRows)
         if loaded:

@@ -131,6 +131,45 @@ with expstore.open(path) as rb:
     assert (code, out, err) == (0, "taken\n100 None\n", "")
 
 
+def test_one_is_not_collected_inside_a_checkpoint(store_path: Path) -> None:
+    """Its thread runs the collector there, whose `close` would wait for locks that this very thread holds."""
+    code, out, err = run(
+        store_path,
+        """
+import gc, threading, warnings
+from expstore.disk.files import Disk
+
+gone, collected = threading.Event(), threading.Event()
+sync = Disk.sync_all
+
+def collecting(self, *given):
+    if threading.current_thread().name == "expstore-keeper":
+        gone.wait(30)
+        gc.collect()
+        collected.set()
+    return sync(self, *given)
+
+Disk.sync_all = collecting
+warnings.simplefilter("ignore")
+gc.disable()
+rb = expstore.open(path, capacity=100)
+rb.extend(batch(90))
+(keeper,) = [one for one in threading.enumerate() if one.name == "expstore-keeper"]
+rb.storage.engine.background.hurry()
+rb.itself = rb
+del rb
+gone.set()
+say(collected.wait(30))
+while keeper.is_alive():
+    gc.collect()
+    keeper.join(0.01)
+with expstore.open(path) as rb:
+    say(len(rb), rb.recovered)
+""",
+    )
+    assert (code, out, err) == (0, "True\n90 None\n", "")
+
+
 def test_one_that_was_closed_says_nothing(store_path: Path, make_batch: MakeBatch) -> None:
     rb = expstore.open(store_path, capacity=100)
     rb.extend(make_batch(20))

@@ -15,15 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tensordict import TensorDict
+import torch
+from tensordict import NonTensorStack, TensorDict
 
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import Disk
 from expstore.errors import StateError, StorageError
+from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine import engine
 from expstore.storages.engine.open_settings import Settings
+from expstore.storages.engine.store import Store
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES
 from expstore.storages.indexing import find
 from expstore.storages.zarr import ZarrStorage
@@ -198,6 +201,54 @@ def test_a_long_batch_is_in_the_columns_before_its_record(
     disk.synced.clear()
     rb.extend(make_batch(1000))
     assert not [name for name in disk.synced if not name.startswith(("c/", "0/", "journal/"))]
+
+
+@pytest.mark.parametrize(("kind", "folder"), [("packed", "columns/frame"), ("arrow", "run.exp/segments")])
+def test_names_of_new_files_are_on_the_disk_before_the_record(
+    store_path: Path, disk: Watching, monkeypatch: pytest.MonkeyPatch, kind: str, folder: str
+) -> None:
+    """A power cut must not take a file that an extend which returned has made."""
+    monkeypatch.setattr(engine, "Keeper", NoKeeper)
+    monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 0)
+    settings = Settings(durability="sync", seed=1)
+    storage: Store
+    if kind == "packed":
+        storage = ZarrStorage(store_path, 500, settings=settings, layout="packed", disk=disk)
+        values: Any = torch.arange(40 * 2048, dtype=torch.uint8).reshape(40, 2048)
+    else:
+        storage = ArrowStorage(store_path, 500, settings=settings, disk=disk)
+        values = NonTensorStack(*[f"row {number}" for number in range(40)])
+    rows = TensorDict({"frame": values, "x": torch.zeros(40)}, [40])
+    with TensorDictReplayBuffer(storage=storage, batch_size=8) as rb:
+        rb.extend(rows[:3])  # these stay in the record
+        disk.synced.clear()
+        rb.extend(rows)
+        assert folder in disk.synced
+        assert disk.synced[-1] == "journal/000001"
+
+
+def test_folders_that_could_not_be_synced_are_tried_again(
+    open_store: Callable[..., TensorDictReplayBuffer],
+    disk: Watching,
+    make_batch: MakeBatch,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning, "INLINE_BATCH_BYTES", 0)
+    rb = open_store(5000)
+    rb.extend(make_batch(100))
+    columns, real = rb.storage.state.columns, Watching.sync_all  # type: ignore[attr-defined]
+    columns.put_back({columns.folder})
+
+    def fail(self: Watching, files: Any, folders: Any, pool: Any) -> None:
+        if folders:
+            raise StorageError("too many open files")
+        real(self, files, folders, pool)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Watching, "sync_all", fail)
+        with pytest.raises(StorageError, match="too many"):
+            rb.extend(make_batch(100))
+    assert columns.new_folders == {columns.folder}
 
 
 def test_a_segment_is_synced_with_its_name_and_the_one_before(

@@ -61,9 +61,6 @@ class Life(MortalLife):
     def make(self) -> PackedColumn:
         return PackedColumn(self.disk, self.folder, ENTRY, self.slots, self.packing)
 
-    def place(self, last: int) -> tuple[int, int]:
-        return (0, last) if self.slots is None else divmod(last, self.slots)
-
     def extend(self, count: int) -> None:
         count = min(count, self.spare)
         if self.last + count - self.synced > self.spare:
@@ -73,9 +70,9 @@ class Life(MortalLife):
         values = (ids[:, None] * [1, 7, 13] + self.salt * np.array([31, 5, 3])).astype(np.uint8)
         done = 0
         while done < count:
-            turn, slot = self.place(self.last + done)
-            some = count - done if self.slots is None else min(count - done, self.slots - slot)
-            self.column.append(turn, slot, values[done : done + some])
+            first = self.last + done
+            some = count - done if self.slots is None else min(count - done, self.slots - first % self.slots)
+            self.column.append(first + 1, values[done : done + some])
             done += some
         self.rows.update(zip(ids.tolist(), values, strict=True))
         self.last += count
@@ -90,8 +87,8 @@ class Life(MortalLife):
 
     def settle(self) -> None:
         self.column = self.make()
-        self.column.open_shards()
-        self.column.settle(self.place(self.last), self.place(self.synced))
+        self.column.open_files()
+        self.column.settle(self.last, self.synced)
         self.sync()
 
     def check(self) -> None:
@@ -107,7 +104,7 @@ class Life(MortalLife):
             self.reader = self.reader or PackedReader(Disk(), self.folder, ENTRY, self.slots, self.packing)
             for reader in [*readers, self.reader]:
                 reader.look(0)
-                reader.look_to(*self.place(self.last))
+                reader.look_to(self.last)
                 np.testing.assert_array_equal(reader.take(slots), expected)
             readers[0].close()
 
@@ -454,19 +451,19 @@ def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: in
         folder.mkdir()
         (folder / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
         column = PackedColumn(disk, folder, ENTRY, slots, Packing("lz4hc", 4, 8))
-        column.append(0, 0, numbered(0, 3))
+        column.append(1, numbered(0, 3))
         disk.left = at
         try:
-            column.append(0, 3, numbered(3, 19))
+            column.append(4, numbered(3, 19))
             failed = False
         except StorageError:
-            column.append(0, 3, numbered(3, 19))
+            column.append(4, numbered(3, 19))
         disk.left = NEVER
-        column.append(0, 22, numbered(22, 7))
+        column.append(23, numbered(22, 7))
         np.testing.assert_array_equal(column.part(0, 29), numbered(0, 29))
         column.close()
         again = PackedColumn(Disk(), folder, ENTRY, slots, Packing("lz4hc", 4, 8))
-        again.open_shards()
+        again.open_files()
         np.testing.assert_array_equal(again.part(0, 29), numbered(0, 29))
         again.close()
     assert at > 12
@@ -475,9 +472,9 @@ def test_rows_that_could_not_be_written_come_once_more(tmp_path: Path, slots: in
 def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
     (tmp_path / "zarr.json").write_text(f'{{"shape": [1, {WIDTH}]}}')
     column = PackedColumn(Disk(), tmp_path, ENTRY, 48, Packing("lz4hc", 4, 8))
-    column.append(0, 0, numbered(0, 11))
+    column.append(1, numbered(0, 11))
     with pytest.raises(StateError, match="there already, and are others"):
-        column.append(0, 6, numbered(1, 9))
+        column.append(7, numbered(1, 9))
     np.testing.assert_array_equal(column.part(0, 11), numbered(0, 11))
     column.close()
 
@@ -489,12 +486,12 @@ def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, la
     life.extend(last)
     reader = PackedReader(Disk(), tmp_path, ENTRY, 48, life.packing)
     former = life.column
-    former.append(0, last, numbered(0, 5))  # never published
+    former.append(last + 1, numbered(0, 5))  # never published
     reader.look(0)
-    reader.look_to(0, last)
+    reader.look_to(last)
     life.column = life.make()
-    life.column.open_shards()
-    life.column.settle((0, last), (0, 0))
+    life.column.open_files()
+    life.column.settle(last, 0)
     expected = np.array([life.rows[one] for one in range(1, last + 1)])
     for column in (former, reader, life.column):
         np.testing.assert_array_equal(column.take(np.arange(last)), expected)
@@ -513,9 +510,9 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
     data[30] ^= 1
     path.write_bytes(data)
     column = life.make()
-    column.open_shards()
+    column.open_files()
     with pytest.raises(CorruptionError, match="chunk 0 .* is missing"):
-        column.require_rows(0, 15, 0)
+        column.require_rows(1, 15)
     column.close()
     assert path.read_bytes() == data
     life.end()
@@ -539,7 +536,7 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
     rng, at = np.random.default_rng(1), 0
     plain, noise = np.zeros((16, 10_000), np.uint8), rng.integers(0, 9, (16, 10_000), np.uint8)
     for rows in (plain, plain, noise, noise, noise, plain, plain):
-        column.append(0, at, rows)
+        column.append(at + 1, rows)
         at += 16
     shown = column.shown
     lengths = [
@@ -570,7 +567,7 @@ def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pyt
             column._pack_chunks = pack
         at = 0
         for rows in runs:
-            column.append(0, at, rows)
+            column.append(at + 1, rows)
             at += len(rows)
         assert (column.take(np.arange(at)) == np.concatenate(runs)).all()
         column.name(column.note_mark())

@@ -1,25 +1,25 @@
-"""A packed field of a version: shards that are the store's own, and copies of what is not finished there.
+"""Packed fields of a snapshot: shards that are the store's own, and copies of what is not finished there.
 
-Used by snapshots. All shards of a version are finished, so every reader of Zarr finds all rows. It unpacks
+Used by snapshots. All shards of a snapshot are finished, so every reader of Zarr finds all rows. It unpacks
 no chunk and changes no file of the store.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.values import IntArray, cut_run
+from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.files import Disk
 from expstore.disk.mapped_files import AddressRange
 from expstore.errors import CorruptionError
-from expstore.schema.schema import Field
+from expstore.storages.columns.capture import Capture, Target
 from expstore.storages.columns.packed.column import PackedRows
-from expstore.storages.format.chunk_encoding import Packing
+from expstore.storages.columns.packed.pairs import PackedPair
 from expstore.storages.format.chunk_file import (
     ANY_TURN,
     HEADER_BYTES,
@@ -28,23 +28,20 @@ from expstore.storages.format.chunk_file import (
     pack_index,
     read_index,
 )
-from expstore.storages.format.zarr_metadata import read_packing
-from expstore.storages.snapshots.capture import Frozen
+from expstore.storages.format.paths import COLUMNS
 
-__all__ = ["PackedVersion", "link_packed", "packings_of", "same_packings"]
+__all__ = ["PackedCapture"]
 
 
-class PackedVersion:
-    """Bring the rows of a packed field into a version.
-
-    Crashes: what is written is to be synced by whoever builds the version.
+class _ColumnSnapshot:
+    """Bring the rows of a packed field into a snapshot.
 
     Args:
         disk: Where files are touched.
         rows: As they are to be kept, see `PackedRows.as_now`.
         pieces: Where those that can be read lie: (first slot, offset in the run, rows).
-        folder: Of the array in the version.
-        former: The same of the version before; None: there is none that fits.
+        folder: Of the array in the snapshot.
+        former: The same of the snapshot before; None: there is none that fits.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class PackedVersion:
     def _share(
         self, old: Path, numbers: IntArray, offsets: IntArray, sizes: IntArray, marks: Sequence[bytes]
     ) -> bool:
-        """Give a file a second name in the version if it holds these chunks; say whether it does.
+        """Give a file a second name in the snapshot if it holds these chunks; say whether it does.
 
         It may have been replaced just now: the second name is what is looked at.
 
@@ -150,7 +147,7 @@ class PackedVersion:
         return written
 
     def _copy(self, shard: int) -> tuple[Path, int] | None:
-        """Write a shard; None: the version before has it."""
+        """Write a shard; None: the snapshot before has it."""
         numbers, places = self._numbers(shard)
         rest = self._rest_chunk() if self._rest in places else b""
         chunks = no_chunks(self._rows.packing.chunks)
@@ -202,50 +199,51 @@ class PackedVersion:
         return self._rows.packing.pack(rows)
 
 
-def packings_of(state: Frozen) -> list[Packing | None]:
-    """Return how each column of a storage is packed; None: it is not."""
-    places = range(len(state.fields))
-    return [state.packed[place].packing if place in state.packed else None for place in places]
+class PackedCapture(Capture):
+    """Packed columns as they are at one moment.
 
-
-def same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
-    """Return whether the fields below a folder that are `known` there are packed as a storage's are."""
-    users = zip(state.fields, packings_of(state), strict=True)
-    try:
-        return all(
-            read_packing(disk, columns.joinpath(*entry.key), entry) == packing
-            for entry, packing in users
-            if entry.key[0] != "_row" and not entry.variable and entry in known
-        )
-    except CorruptionError:
-        return False
-
-
-def link_packed(disk: Disk, state: Frozen, columns: Path, former: Path | None) -> list[PackedVersion]:
-    """Link what is finished of a storage's packed fields; return what copies the rest.
+    No row may be added while this is made.
 
     Args:
-        disk: Where files are touched.
-        state: The storage.
-        columns: The version's folder of columns, with one for each.
-        former: That of the version before; None: there is none that fits.
+        columns: By place, in the order in which they are to be written.
+        pairs: Which of them keep rows in others.
     """
-    slots, window = state.manifest.slots, state.window
-    pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
-    # Rows of others may lie with those that cannot be read any more, or were given up.
-    before = max(0, window.low - (tuning.PACKED_LOOKBACK_ROWS[1] if slots is None else state.manifest.reach))
-    older = cut_run(before + 1, window.last - before, slots)
-    lent = {rows.partner for rows in state.packed.values()}
-    found = []
-    for place, rows in state.packed.items():
-        name = state.fields[place].path
-        column = PackedVersion(
-            disk,
-            rows,
-            older if rows in lent else pieces,
-            folder=columns / name,
-            former=None if former is None else former / name,
-        )
-        column.link()
-        found.append(column)
-    return found
+
+    def __init__(self, columns: Mapping[int, PackedRows], pairs: Sequence[PackedPair]) -> None:
+        self.places = [*columns]
+        self.packings = {place: column.packing for place, column in columns.items()}
+        #: By place, as they were then.
+        self.columns = {place: column.as_now() for place, column in columns.items()}
+        self._lent = {pair.partner for pair in pairs}
+        for pair in pairs:
+            self.columns[pair.place].partner = self.columns[pair.partner]
+        self._snapshots: list[_ColumnSnapshot] = []
+
+    def rows(self, place: int, first_id: int, count: int) -> list[Array]:
+        """Return a run of rows of a column in pieces."""
+        return self.columns[place].views(first_id, count)
+
+    def begin(self, target: Target) -> list[tuple[Path, int]]:
+        """Give the store's finished shards second names in a snapshot; nothing is written."""
+        slots, window = target.slots, target.window
+        pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
+        # Rows of others may lie with those that cannot be read any more, or were given up.
+        back = tuning.PACKED_LOOKBACK_ROWS[1] if slots is None else target.reach
+        before = max(0, window.low - back)
+        older = cut_run(before + 1, window.last - before, slots)
+        for place, rows in self.columns.items():
+            below = Path(COLUMNS, rows.entry.path)
+            snapshot = _ColumnSnapshot(
+                target.disk,
+                rows,
+                older if place in self._lent else pieces,
+                folder=target.folder / below,
+                former=None if target.former is None else target.former / below,
+            )
+            snapshot.link()
+            self._snapshots.append(snapshot)
+        return []
+
+    def complete(self) -> list[tuple[Path, int]]:
+        """Write the shards that are not finished in the store."""
+        return [written for snapshot in self._snapshots for written in snapshot.copy()]

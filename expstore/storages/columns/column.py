@@ -1,0 +1,382 @@
+"""What all kinds of column have in common: the interfaces that the set of columns is written against.
+
+A `Column` is one field of all rows. A `Part` is what has files of its own: a column, or the segments that
+several fields share. A `RowWriter` writes runs of rows to the columns of one kind. No file is touched here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from expstore.core.id_set import Gaps
+from expstore.core.values import Array, IntArray, cut_run
+from expstore.disk.checkpointed import Checkpointed, Dirty
+from expstore.disk.files import File
+from expstore.errors import SchemaError
+from expstore.schema.schema import Field
+
+__all__ = [
+    "AppendedPart",
+    "Appender",
+    "Column",
+    "Deleted",
+    "FieldSize",
+    "FollowedPart",
+    "Part",
+    "ReadPart",
+    "ReadTogether",
+    "RowWriter",
+    "Run",
+    "WrittenPart",
+    "add_batches",
+]
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Consecutive rows on their way into the columns.
+
+    Args:
+        first_id: Id of the first row.
+        count: The number of rows.
+        pieces: Where the rows lie: (first slot, offset in the run, rows).
+        values: One array per column, in the order of the columns; priorities may be left out.
+        variable: The values of fields whose rows have no fixed size: pyarrow Arrays.
+        jobs: Writes that other threads have not finished yet.
+    """
+
+    first_id: int
+    count: int
+    pieces: Sequence[tuple[int, int, int]]
+    values: Sequence[Any]
+    variable: Sequence[Any] = ()
+    jobs: list[Future[None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """Rows that have left a store that grows, whose space is to be given back.
+
+    Args:
+        rows: All rows that have left.
+        near: The rows among them around which there may be space to give back.
+        low: All rows up to this id have left.
+        gaps: Rows above `low` that have left.
+    """
+
+    rows: Gaps
+    near: Gaps
+    low: int
+    gaps: Gaps
+
+
+@dataclass(frozen=True, slots=True)
+class FieldSize:
+    """How a field lies on disk.
+
+    Args:
+        layout: "flat", "packed" or "segments"; None: its zarr.json cannot be read.
+        codec: Of what is compressed, else None.
+        chunk_rows: How many rows are packed together; None: none are.
+        disk_bytes: What its files take.
+        compression: How many times more the rows in its chunks would take as they are; None: it has none, or
+            is not packed.
+        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096 of
+            packed ones; None: none can, or its files are damaged.
+        row_bytes: What a row more takes, on average.
+    """
+
+    layout: str | None
+    codec: str | None
+    chunk_rows: int | None
+    disk_bytes: int
+    compression: float | None
+    shared: float | None
+    row_bytes: float
+
+
+class Column(ABC):
+    """One field of all rows, found by slot.
+
+    Threads: one writes, any number read.
+
+    Args:
+        entry: The field.
+        folder: The folder of its Zarr array, or where it would be.
+        slots: How many rows a ring has; None: the column grows.
+        row_bytes: Size of a row; 0: rows have no fixed size.
+    """
+
+    def __init__(self, entry: Field, folder: Path, slots: int | None, row_bytes: int) -> None:
+        self.entry, self.folder, self.slots, self.row_bytes = entry, folder, slots, row_bytes
+
+    @abstractmethod
+    def take(self, slots: IntArray) -> Any:
+        """Copy rows out.
+
+        Args:
+            slots: Which rows. Shape `(n,)`.
+
+        Returns:
+            Shape `(n, *row shape)`; a pyarrow Array if rows have no fixed size.
+
+        Raises:
+            CorruptionError: Rows are damaged.
+        """
+
+    @abstractmethod
+    def part(self, slot: int, count: int) -> Any:
+        """Return a run of slots, as `take` does, without copying them if that is possible.
+
+        Raises:
+            CorruptionError: Rows are damaged.
+        """
+
+    def views(self, first_id: int, count: int) -> list[Any]:
+        """Return a run of rows in pieces, without copying them if that is possible."""
+        return [self.part(slot, n) for slot, _, n in cut_run(first_id, count, self.slots)]
+
+    def mix(self, slots: IntArray, newer: Array, rows: Any) -> Any:
+        """Return rows, some of which are in memory alone.
+
+        Args:
+            slots: Which rows. Shape `(n,)`.
+            newer: Which number each has in `rows`; below 0: it is in the column. Shape `(n,)`.
+            rows: The rows in memory. Shape `(m, *row shape)`.
+        """
+        here = newer >= 0
+        found = np.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
+        found[~here] = self.take(slots[~here])
+        found[here] = rows[newer[here]]
+        return found
+
+    @abstractmethod
+    def write_rows(self, slots: IntArray, values: Array) -> list[File]:
+        """Change single rows; return the files touched.
+
+        Args:
+            slots: Which rows. Shape `(n,)`.
+            values: Shape `(n, *row shape)`.
+
+        Raises:
+            SchemaError: Rows of this kind of column cannot be changed.
+        """
+
+    @abstractmethod
+    def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
+        """Return how the field lies on disk, as far as it was looked at.
+
+        Args:
+            held: How many rows the columns hold, readable or not.
+            ids: Returns the ids that slots hold, 0 where none was written.
+        """
+
+    @abstractmethod
+    def sum_run(self, slot: int, count: int) -> int:
+        """Return the crc32c of a run of slots, written or not; 0: its files have checksums of their own."""
+
+
+class ReadTogether(ABC):
+    """Columns whose rows are found together, so that each file is read once."""
+
+    @abstractmethod
+    def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
+        """Copy rows of some of its columns out, as far as that is better done together.
+
+        Args:
+            slots: Which rows. Shape `(n,)`.
+            places: Of all columns that are wanted.
+
+        Returns:
+            The rows, by place.
+
+        Raises:
+            CorruptionError: Rows are damaged.
+        """
+
+
+class Part(ABC):
+    """What has files of its own: a column, or the segments that several fields share.
+
+    Threads: one opens, looks and frees; any number read meanwhile.
+    """
+
+    @abstractmethod
+    def require_rows(self, first_id: int, count: int) -> None:
+        """Check that rows are there.
+
+        Raises:
+            CorruptionError: A file is missing, or has lost rows.
+        """
+
+    @abstractmethod
+    def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
+        """Return the crc32c of what came before and of a run of rows on disk; None: rows are missing."""
+
+    @abstractmethod
+    def paths(self) -> list[Path]:
+        """Return the files in which rows are."""
+
+    @property
+    @abstractmethod
+    def mean_bytes(self) -> int:
+        """How many bytes a row takes in memory, on average."""
+
+    @abstractmethod
+    def used_bytes(self, rows: int) -> float:
+        """Return how much disk space a row takes, on average, if there are so many."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files; a mapping goes with the last array over it."""
+
+
+class AppendedPart(Part):
+    """A part to which rows are appended in the order of their ids: they have no places of their own."""
+
+    @abstractmethod
+    def lacks(self, first_id: int, count: int) -> bool:
+        """Return whether some rows are not there as they were written, when a store is opened."""
+
+
+class ReadPart(Part):
+    """A part that is opened for reading only."""
+
+    @abstractmethod
+    def look(self, slots: int, *, due: bool = True) -> None:
+        """Find what is there of slots 0 to `slots` - 1; note what is damaged.
+
+        Args:
+            slots: How many.
+            due: Whether all of them must be there; else the first one that is not ends the look.
+        """
+
+
+class FollowedPart(AppendedPart, ReadPart):
+    """An appended part that is opened for reading only, perhaps beside a writer."""
+
+    @abstractmethod
+    def look_to(self, last: int) -> None:
+        """Find the rows up to this id, which the writer has written.
+
+        Raises:
+            StorageError: They are not there: another writer has come.
+        """
+
+    @abstractmethod
+    def end_at(self, last: int) -> None:
+        """Let only rows up to this id be found; there is no writer any more."""
+
+
+class WrittenPart(Part):
+    """A part that is opened for writing."""
+
+    @abstractmethod
+    def open_files(self) -> None:
+        """Open what is there."""
+
+    @abstractmethod
+    def free(self, deleted: Deleted) -> set[File]:
+        """Give back the space of rows that have left; return the files that were changed in place."""
+
+
+class RowWriter(ABC):
+    """Writes runs of rows to the columns of one kind.
+
+    Threads: one writes.
+    """
+
+    @abstractmethod
+    def write(self, run: Run) -> list[int]:
+        """Write rows.
+
+        Returns:
+            The checksums of batches, with which the checksum of the run goes on behind its arrays.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+
+    @abstractmethod
+    def write_again(self, run: Run, synced: int) -> None:
+        """Write rows, some of which may be there, when a store is opened.
+
+        Args:
+            run: The rows.
+            synced: The newest id that a checkpoint covers.
+        """
+
+
+class Appender(RowWriter, Checkpointed):
+    """Appends rows to columns in the order of their ids."""
+
+    fields: Sequence[Field]
+
+    @abstractmethod
+    def change_error(self, fields: Sequence[Field]) -> SchemaError:
+        """Return the error that rows of some of its fields cannot be changed. At least one."""
+
+    @abstractmethod
+    def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
+        """Return the error that rows of some of its fields cannot give way to better ones. At least one."""
+
+    @abstractmethod
+    def check_removable(self, entry: Field) -> None:
+        """Check that a store can do without a field.
+
+        Raises:
+            SchemaError: Files of other fields have rows of it, or its files have theirs.
+        """
+
+    @abstractmethod
+    def warm(self) -> None:
+        """Load compiled loops, in the background."""
+
+    @abstractmethod
+    def settle(self, last: int, synced: int) -> None:
+        """Continue behind a row; the next sync brings that to the disk.
+
+        All bytes on which rows depend are written once more: after a sync that failed the system may call
+        clean what is not on the disk.
+
+        Args:
+            last: Id of the last row that counts.
+            synced: The newest one that a checkpoint covers.
+        """
+
+    @property
+    @abstractmethod
+    def touched_files(self) -> set[File]:
+        """The files that were written to since the last checkpoint began."""
+
+    @abstractmethod
+    def take_new_folders(self) -> set[Path]:
+        """Return, once, the folders with new names in them: the caller syncs them."""
+
+    @abstractmethod
+    def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
+        """Return, once, what an opening has written; `synced` and `completed` follow.
+
+        Args:
+            low: All rows up to this id have left.
+            gaps: Rows above `low` that have left.
+        """
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Give back the disk space that only further writing needs."""
+
+
+def add_batches(crc: int, checksums: Sequence[int]) -> int:
+    """Return the crc32c of rows that go on in batches with these."""
+    for checksum in checksums:
+        crc = google_crc32c.extend(crc, checksum.to_bytes(4, "little"))
+    return crc
