@@ -50,7 +50,6 @@ LIMITS = {
 CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
     "public names of a storage": 97,
-    "attributes of a base class written by a class in another file": 14,
     "parameters of expstore.open": 34,
     "parameters of the widest sampler": 24,
     "functions that a sample runs": 49,

@@ -92,7 +92,11 @@ class Sampled:
         """Have a count for slots 0 to `size` - 1."""
         if size > self.values.size:
             more = max(4096, 2 * size) - self.values.size
-            self.values = np.concatenate([self.values, np.zeros(more, np.uint32)])
+            self._extend(np.zeros(more, np.uint32))
+
+    def _extend(self, counts: NDArray[np.uint32]) -> None:
+        """Have counts of more slots, behind those that there are. Shape `(n,)`."""
+        self.values = np.concatenate([self.values, counts])
 
     def _is_counted(self, slot: int, n: int) -> bool:
         """Return whether a run of slots may hold other counts than 0."""

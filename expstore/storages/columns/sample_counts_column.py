@@ -110,7 +110,7 @@ class SampledColumn(Sampled, Checkpointed):
         known, ready = self.values.size, self.column.ready
         if ready > known:
             found = self.column.read(known, ready - known).astype(np.uint32)
-            self.values = np.concatenate([self.values, found])
+            self._extend(found)
 
     def require(self, slots: int) -> None:
         """Check that slots 0 to `slots` - 1 have a place.

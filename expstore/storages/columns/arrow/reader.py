@@ -90,7 +90,7 @@ class SegmentReader(Segments, FollowedPart):
             if last > self.top and not self._read_on(last):
                 self._look_anew()
             self._let_go_behind(last)
-            self.top = max(self.top, last)
+            self._set_top(max(self.top, last))
 
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
@@ -137,7 +137,7 @@ class SegmentReader(Segments, FollowedPart):
                 kept.append(segment)
         if not kept or (self._last is not None and kept[-1] is not self._last[1]):
             self._close_last()
-        self.top = 0
+        self._set_top(0)
         self.show_all(kept)
 
     def end_at(self, last: int) -> None:
@@ -145,7 +145,7 @@ class SegmentReader(Segments, FollowedPart):
         with self.changing:
             self._let_go_behind(last)
             self._close_last()
-            self.top = last
+            self._set_top(last)
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
         """Copy rows out, as `Segments.take`; beside a writer after another look if some are missing.
@@ -161,7 +161,7 @@ class SegmentReader(Segments, FollowedPart):
                     top = self.top
                     self._look_anew()
                     self._let_go_behind(top)
-                    self.top = top
+                    self._set_top(top)
         return super().take(ids, numbers)
 
     def _close_last(self) -> None:

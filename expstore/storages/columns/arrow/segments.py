@@ -187,6 +187,10 @@ class Segments(AppendedPart):
         self._unpacking: Any = None
         self._shown = self._room(16)
 
+    def _set_top(self, last: int) -> None:
+        """Note the newest id that is here."""
+        self.top = last
+
     def warm(self) -> None:
         """Load the compiled loops, in the background."""
         if self._loops is None:

@@ -110,7 +110,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             if last > synced:
                 self.new_folders.add(self.folder)
             self._go_on()
-            self.top = last
+            self._set_top(last)
 
     def _cut(self, last: int) -> None:
         """Forget rows behind this one."""
@@ -122,7 +122,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             if not kept[-1].headers:
                 self._remove(kept.pop())
         self._open = None
-        self.top = 0
+        self._set_top(0)
         self.show_all(kept)
 
     def _remove(self, segment: Segment) -> None:

@@ -168,6 +168,14 @@ class PackedRows(Column, AppendedPart):
         self._loader: Thread | None = None
         self._unpacked_slowly = 0
 
+    def _set_shown(self, shown: Shown) -> None:
+        """Have readers find these chunks and rows from now on: all of it, by one assignment."""
+        self._shown = shown
+
+    def _note_lost(self, slots: IntArray) -> None:
+        """Refuse to read these slots: their rows are damaged. Shape `(n,)`."""
+        self._lost = slots
+
     def _new_rows(self) -> Array:
         return np.zeros((self.packing.rows, *self.entry.shape), self.entry.numpy_dtype)
 

@@ -107,7 +107,7 @@ class PackedReader(PackedRows, FollowedPart):
         parts = [lost, self._lost_slots(0, slot - inside, turn)]
         if turn and self.slots is not None:
             parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, turn - 1))
-        self._lost = np.concatenate(parts)
+        self._note_lost(np.concatenate(parts))
 
     def _found(self) -> list[Source | Filling]:
         return [*(self._sources or ())]
@@ -130,7 +130,7 @@ class PackedReader(PackedRows, FollowedPart):
     def _show_rest(self, base: int, rows: Array) -> None:
         held = self._new_rows()
         held[: len(rows)] = rows
-        self._shown = self._shown._replace(base=base, held=len(rows), rows=held)
+        self._set_shown(self._shown._replace(base=base, held=len(rows), rows=held))
 
     def look_to(self, last: int) -> None:
         """Find the rows up to this id, which the writer has written.

@@ -164,7 +164,7 @@ class PackedColumn(PackedRows, WrittenPart):
             self._next = base + inside
             self._end_partial()
         else:
-            self._shown = shown._replace(base=base, held=count)
+            self._set_shown(shown._replace(base=base, held=count))
 
     def _touch_partial(self) -> None:
         if self._partial.file is not None:
@@ -173,7 +173,7 @@ class PackedColumn(PackedRows, WrittenPart):
     def _end_partial(self) -> None:
         self._partial.end()
         # Whoever holds the former ones goes on reading them.
-        self._shown = self._shown._replace(base=0, held=0)
+        self._set_shown(self._shown._replace(base=0, held=0))
 
     def _pack_some(self, rows: Array) -> list[bytes]:
         """Pack the first chunks of some rows on all cores, if that can be done."""
@@ -333,7 +333,7 @@ class PackedColumn(PackedRows, WrittenPart):
         """Let the rows of the chunk that is not full be found."""
         held = self._new_rows()
         held[: len(rows)] = rows
-        self._shown = self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows))
+        self._set_shown(self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows)))
 
     def _settle_files(self, place: tuple[int, int], *, again: Sequence[Source]) -> None:
         """Find the shard that is filled, finish those before it, and remove those behind it."""
@@ -455,7 +455,7 @@ class PackedColumn(PackedRows, WrittenPart):
             self._disk.unlink(path)
             self._shown.where[first : first + unread.size] = 0
             maps = {shard: held for shard, held in self._shown.maps.items() if shard != number}
-            self._shown = self._shown._replace(maps=maps)
+            self._set_shown(self._shown._replace(maps=maps))
             self._sources = [source for source in self._sources if source.shard != number]
             return
         file = self._disk.open(path, write=False)
