@@ -118,6 +118,7 @@ from expstore.storages.arrow import ArrowStorage as ArrowStorage
 from expstore.storages.base import Storage as Storage
 from expstore.storages.ensemble import StorageEnsemble as StorageEnsemble
 from expstore.storages.memory import MemoryStorage as MemoryStorage
+from expstore.storages.read_view import ReadView as ReadView
 from expstore.storages.snapshots.catalog import versions as versions
 from expstore.storages.torchrl_memmap import LazyMemmapStorage as LazyMemmapStorage
 from expstore.storages.torchrl_objects import LazyStackStorage as LazyStackStorage

@@ -3,6 +3,7 @@ from expstore.storages.base import Storage as Storage
 from expstore.storages.ensemble import StorageEnsemble as StorageEnsemble
 from expstore.storages.follower import FollowerStorage as FollowerStorage
 from expstore.storages.memory import MemoryStorage as MemoryStorage
+from expstore.storages.read_view import ReadView as ReadView
 from expstore.storages.torchrl_memmap import LazyMemmapStorage as LazyMemmapStorage
 from expstore.storages.torchrl_objects import LazyStackStorage as LazyStackStorage
 from expstore.storages.torchrl_objects import ListStorage as ListStorage

@@ -487,7 +487,7 @@ class Storage(ReadView):
             StateError: Always.
         """
         raise StateError(
-            f"a {self.kind} storage cannot be copied, nor sent to another process",
+            f"a {self.kind} storage cannot be copied or sent to another process",
             hint="open its folder there, or use a MemoryStorage",
         )
 
