@@ -1,0 +1,26 @@
+"""Who holds a storage hears of another content, as long as it lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from expstore.storages.holders import Holders
+
+
+class Buffer:
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def _renewed(self, storage: Any) -> None:
+        self.heard.append(storage)
+
+
+def test_all_are_told_and_none_is_kept_alive() -> None:
+    holders, one, other = Holders(), Buffer(), Buffer()
+    for buffer in (one, other, one):
+        holders.add(buffer)
+    holders.tell("first")
+    del other
+    holders.tell("second")
+    assert one.heard == ["first", "second"]
+    assert len(holders._known) == 1
