@@ -310,7 +310,7 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> ReadV
     try:
         if schema is not None and kept.schema is None:
             kept.prepare(schema, kept.resolve_keys(schema))
-        if settings.specs and not kept.specs:
+        if settings.specs and not kept.description.specs:
             kept.describe_fields(settings.specs)
     except BaseException:
         kept.close()

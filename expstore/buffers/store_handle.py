@@ -59,7 +59,7 @@ class StoreHandle:
     def __init__(self, storage: ReadView) -> None:
         self._storage = storage
         self._origin = Origin.of(storage)
-        storage.use_catalog(self._catalog)
+        storage.index.use(self._catalog)
         storage.holders.add(self)
         _handles.add(self)
         self._retain_on()
@@ -79,14 +79,14 @@ class StoreHandle:
         self.__dict__.pop("_catalog", None)
         self._storage, self._origin = storage, Origin.of(storage)
         try:
-            storage.use_catalog(self._catalog)
+            storage.index.use(self._catalog)
             storage.holders.add(self)
             self._attached(storage)
             self._retain_on()
         except BaseException:
             self.__dict__.pop("_catalog", None)
             self._storage, self._origin = former
-            self._storage.use_catalog(self._catalog)
+            self._storage.index.use(self._catalog)
             self._attached(self._storage)
             self._retain_on()
             raise
@@ -99,7 +99,7 @@ class StoreHandle:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
         storage = self.__dict__["_storage"] = self._origin.follow()
         try:
-            storage.use_catalog(self._catalog)
+            storage.index.use(self._catalog)
             self._attached(storage)
         except BaseException:
             self.__dict__.pop("_storage", None)
@@ -110,7 +110,9 @@ class StoreHandle:
 
     @cached_property
     def _catalog(self) -> Catalog:
-        known = self._storage.catalog  # one tells the storage what the index has: a second one would lack it
+        known = (
+            self._storage.index.catalog
+        )  # one tells the storage what the index has: a second one would lack it
         return known if isinstance(known, Catalog) else Catalog(self._storage)
 
     @cached_property
@@ -173,7 +175,7 @@ class StoreHandle:
         """Take over what `__getstate__` returned; a store on disk is opened when it is first needed."""
         self.__dict__.update(state)
         if "_storage" in state:
-            self._storage.use_catalog(self._catalog)
+            self._storage.index.use(self._catalog)
             self._attached(self._storage)
         _handles.add(self)
 

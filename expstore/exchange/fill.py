@@ -346,7 +346,7 @@ def new_store(
         made = open_storage(folder / target.name, capacity, settings=more, disk=disk)
         opened.callback(_close_quietly, made)
         catalog = Catalog(made)
-        made.use_catalog(catalog)
+        made.index.use(catalog)
         yield Filler(made, catalog)
         catalog.close()
         made.close()
@@ -374,6 +374,6 @@ def _end_open_episodes(disk: Disk, path: Path) -> None:
     """Have episodes cut that nobody can go on with, as every opening does."""
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
-    storage.use_catalog(catalog)
+    storage.index.use(catalog)
     catalog.close()
     storage.close()

@@ -81,17 +81,17 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Read
 @contextmanager
 def _asked(storage: ReadView) -> Iterator[None]:
     """Have somebody keep the index of a storage, which holds them weakly, if nobody does."""
-    catalog = storage.catalog
+    catalog = storage.index.catalog
     if not isinstance(catalog, Catalog):
         catalog = Catalog(storage)
-        storage.use_catalog(catalog)
+        storage.index.use(catalog)
     storage.refresh()
     yield
     del catalog
 
 
 def _catalog(storage: ReadView) -> Catalog:
-    catalog = storage.catalog
+    catalog = storage.index.catalog
     if not isinstance(catalog, Catalog):
         raise StateError("nobody keeps an index of these rows", hint="export the buffer, or its path")
     return catalog

@@ -270,7 +270,7 @@ def _kind(found: Any) -> str:
 
 
 def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:
-    return isinstance(buffer, ReplayBuffer) and buffer.storage.flatten
+    return isinstance(buffer, ReplayBuffer) and buffer.storage.description.flatten
 
 
 def _padded(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:

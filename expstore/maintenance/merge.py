@@ -207,7 +207,7 @@ def _check_alike(runs: Sequence[_Run]) -> None:
                 raise _unlike(run, first, name, here, there)
         if _form_of(first.schema) != _form_of(run.schema):
             raise _unlike(run, first, "what a row is made into", run.schema.form, first.schema.form)
-        specs = run.storage.specs, first.storage.specs
+        specs = run.storage.description.specs, first.storage.description.specs
         if bool(specs[0]) != bool(specs[1]) or (specs[0] and not same_specs(*specs)):
             raise _unlike(run, first, "specs", specs[0] or "none", specs[1] or "none")
 
@@ -371,7 +371,10 @@ class _Joined:
         self.total = last.before + last.ids.size
         self._skipped = 0 if manifest.capacity is None else max(0, self.total - manifest.capacity)
         self.manifest = manifest.replace(
-            capacity=None, schema=schema, dims=first.storage.manifest.dims, specs=first.storage.specs
+            capacity=None,
+            schema=schema,
+            dims=first.storage.manifest.dims,
+            specs=first.storage.description.specs,
         )
         entries = (*schema.fields, *ROW_FIELDS)
         self.row_bytes = sum(entry.row_bytes for entry in entries)

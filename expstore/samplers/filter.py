@@ -399,10 +399,10 @@ class Filter:
         return self._conditions.ask(needs, ids, columns, table, storage.capacity)
 
     def _catalog_of(self, storage: ReadView) -> Any:
-        if not self._conditions.facts or storage.catalog is not None:
-            return storage.catalog
+        if not self._conditions.facts or storage.index.catalog is not None:
+            return storage.index.catalog
         self._catalog = Catalog(storage)
-        storage.use_catalog(self._catalog)
+        storage.index.use(self._catalog)
         return self._catalog
 
 

@@ -306,12 +306,12 @@ class Catalog:
         from expstore.sql.index import Index  # loads DuckDB, which sampling does without
 
         storage = self._storage
-        if storage.index_path is not None and os.getpid() != self._pid:
+        if storage.index.path is not None and os.getpid() != self._pid:
             raise StateError(
                 "the index belongs to the process that opened the store, and this is a fork of it"
             )
         index = Index.open(
-            storage.index_path, disk=storage.disk, store_uuid=storage.uuid, config=self._config
+            storage.index.path, disk=storage.disk, store_uuid=storage.description.uuid, config=self._config
         )
         if index.notice:
             _log.warning("%s", index.notice)

@@ -63,6 +63,7 @@ class Storage(ReadView):
         description: What the storage is, in the place of those before it.
         disk: Where files are touched.
         path: The store's folder; None: rows are in RAM.
+        index_path: Where the index of SQL is kept; None: in memory.
 
     Raises:
         ValueError: The capacity or `ndim` is less than 1.
@@ -78,13 +79,14 @@ class Storage(ReadView):
         description: Description | None = None,
         disk: Disk | None = None,
         path: Path | None = None,
+        index_path: Path | None = None,
     ) -> None:
         if capacity is not None and capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {capacity}")
         made = description or Description(
             geometry=RingGeometry(capacity, check_ndim(ndim)), seed=seed, flatten=flatten
         )
-        super().__init__(made, disk=disk, path=path)
+        super().__init__(made, disk=disk, path=path, index_path=index_path)
         #: Which rows were changed in place.
         self.changed = Changed()
         #: Makes writers wait while rows are copied for a snapshot.
@@ -105,7 +107,7 @@ class Storage(ReadView):
             SchemaError: The fields are not those of the specs, or none that this storage keeps.
         """
         self.check_writable()
-        former = self._description
+        former = self.description
         former.geometry.check_dims(dims)
         self.check_fields(schema)
         geometry = self.geometry_for(schema, former.geometry.with_dims(dims))
@@ -117,7 +119,7 @@ class Storage(ReadView):
             raise
         if self._counting:
             self._begin_sampled()
-        self._describe(self._description.with_fields(schema, keys))
+        self._describe(self.description.with_fields(schema, keys))
 
     def write(self, rows: Rows) -> None:
         """Append rows: all of them become readable, or none.
@@ -323,7 +325,7 @@ class Storage(ReadView):
         """
         with self.lock:
             self.check_writable()
-            self._describe(self._keep_settings(replace(self._description, ranking=ranking)))
+            self._describe(self._keep_settings(replace(self.description, ranking=ranking)))
 
     def describe_fields(self, specs: str) -> None:
         """Keep the specs of the fields in the place of those that there are.
@@ -340,7 +342,7 @@ class Storage(ReadView):
             self.check_writable()
             if self.schema is not None:
                 check_specs(specs, self.schema)
-            self._describe(self._keep_settings(replace(self._description, specs=specs)))
+            self._describe(self._keep_settings(replace(self.description, specs=specs)))
 
     def count_sampled(self) -> Sampled | None:
         """Keep from now on how often each row is handed out; return the counts, None before the first rows.
@@ -523,7 +525,7 @@ class Storage(ReadView):
     def check_fields(self, schema: Schema) -> None:
         """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
         self.check_kept(schema)
-        check_specs(self.specs, schema)
+        check_specs(self.description.specs, schema)
 
     def check_kept(self, schema: Schema) -> None:
         """Raise SchemaError if there are fields that this storage does not keep."""

@@ -193,7 +193,7 @@ class FollowerStorage(ReadView):
         view = watch.look()
         manifest = Manifest.load(self.disk, self.path)
         self.manifest, self.kind = manifest, manifest.storage
-        known = self._description  # the fields change together with the columns
+        known = self.description  # the fields change together with the columns
         self._describe(
             dataclasses.replace(self._description_of(manifest), schema=known.schema, keys=known.keys)
         )
@@ -236,7 +236,7 @@ class FollowerStorage(ReadView):
         moves = known is not None and not (schema is not None and schema.same(known))
         with self.epochs.changing_fields(moves):
             if schema is not None and (moves or known is None):
-                self._describe(self._description.with_fields(schema, self.manifest.find_keys(schema)))
+                self._describe(self.description.with_fields(schema, self.manifest.find_keys(schema)))
             self._take_source(source, found, last)
 
     def _take_source(self, source: _Source, found: Replay | None, last: int) -> None:
@@ -298,7 +298,7 @@ class FollowerStorage(ReadView):
             if self._closed:
                 raise closed_error()
             specs = self._patiently(lambda: Manifest.load(self.disk, self.path)).specs
-            self._describe(dataclasses.replace(self._description, specs=specs))
+            self._describe(dataclasses.replace(self.description, specs=specs))
         return specs
 
     def _generation(self) -> int:

@@ -58,7 +58,7 @@ def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
     from expstore.data.containers import Layout
 
     return Layout(
-        all_dims=storage.flatten,
+        all_dims=storage.description.flatten,
         ndim=storage.ndim,
         dim=storage.ndim - 1 if dim is None else dim,
         objects=storage.object_rows,

@@ -121,7 +121,7 @@ class MemoryStorage(PortableStorage):
         with self.epochs.changing_fields():
             self._columns = columns
             # Which fields say what a row is to its episode stays as it is.
-            self._describe(replace(self._description, schema=schema, specs=specs))
+            self._describe(replace(self.description, schema=schema, specs=specs))
             self.epochs.note_deleted()
 
     def _append(self, rows: Rows) -> None:
@@ -174,7 +174,7 @@ class MemoryStorage(PortableStorage):
             draws = DrawState(base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"]))
             locks = self.locks
             with self._changing(), locks.sampled, locks.episodes, self.epochs.changing_fields(moves):
-                self._describe(replace(Description.of(manifest), uuid=self.uuid))
+                self._describe(replace(Description.of(manifest), uuid=self.description.uuid))
                 self._columns = columns
                 self.priorities.restore(priorities, base["max_priority"])
                 self._adopt(

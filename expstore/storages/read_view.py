@@ -6,7 +6,6 @@ Samplers, SQL, transforms and exports are given a `ReadView`. `expstore.storages
 from __future__ import annotations
 
 import traceback
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from expstore.storages.columns.priorities import Priorities
 from expstore.storages.description import Description
 from expstore.storages.epochs import Epochs, ViewVersion
 from expstore.storages.holders import Holders
-from expstore.storages.index_protocol import CatalogLike
+from expstore.storages.index_protocol import IndexLink
 from expstore.storages.locks import Locks
 from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
@@ -62,6 +61,7 @@ class ReadView(ABC):
         description: What the storage is.
         disk: Where files are touched.
         path: The store's folder; None: rows are in RAM.
+        index_path: Where the index of SQL is kept; None: in memory.
     """
 
     kind = "abstract"
@@ -83,6 +83,8 @@ class ReadView(ABC):
     device: torch.device | None = None
     #: The store's folder; None: rows are in RAM.
     path: Path | None
+    #: What the storage is; replaced as a whole.
+    description: Description
     #: How ids, slots and indices correspond. This and the next three are read for every batch: they are those
     #: of the description, and change with it.
     geometry: RingGeometry
@@ -98,7 +100,12 @@ class ReadView(ABC):
     manifest: Manifest | None = None
 
     def __init__(
-        self, description: Description, *, disk: Disk | None = None, path: Path | None = None
+        self,
+        description: Description,
+        *,
+        disk: Disk | None = None,
+        path: Path | None = None,
+        index_path: Path | None = None,
     ) -> None:
         self.path, self.disk = path, disk or Disk()
         self.locks = Locks()
@@ -113,12 +120,13 @@ class ReadView(ABC):
         self.runs = Runs(self)
         #: Who must hear of another content.
         self.holders = Holders()
-        self._catalog: Callable[[], CatalogLike | None] = _no_catalog
+        #: Where the index of SQL is, and who keeps it.
+        self.index = IndexLink(index_path)
         self._closed = False
 
     def _describe(self, description: Description) -> None:
         """Adopt a description."""
-        self._description = description
+        self.description = description
         self.geometry, self.schema = description.geometry, description.schema
         self.keys, self.ranking = description.keys, description.ranking
 
@@ -154,22 +162,7 @@ class ReadView(ABC):
     @property
     def seed(self) -> int:
         """Key of all draws."""
-        return self._description.seed
-
-    @property
-    def flatten(self) -> bool:
-        """Whether all dims of a batch are rows of streams of their own."""
-        return self._description.flatten
-
-    @property
-    def specs(self) -> str:
-        """What values fields may have, as `expstore.schema.spec_text` writes it; "": nothing is known."""
-        return self._description.specs
-
-    @property
-    def uuid(self) -> str:
-        """The store's name among all stores; zeros in RAM."""
-        return self._description.uuid
+        return self.description.seed
 
     def require_schema(self) -> Schema:
         """Return the schema.
@@ -423,32 +416,15 @@ class ReadView(ABC):
     def close(self) -> None:
         """Sync what was written here, and close all files; a second call does nothing."""
 
-    def use_catalog(self, catalog: CatalogLike) -> None:
-        """Keep who keeps the index, which is given changes before they are forgotten.
-
-        It is held weakly: it holds this storage, and a forgotten buffer is collected at once.
-        """
-        self._catalog = weakref.ref(catalog)
-
-    @property
-    def catalog(self) -> CatalogLike | None:
-        """Who keeps the index; None: there is no index."""
-        return self._catalog()
-
-    @property
-    def index_path(self) -> Path | None:
-        """Where the index of SQL is kept; None: in memory."""
-        return None
-
     # -- facts ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
-        return {"uuid": self.uuid, "last": self.window.last}
+        return {"uuid": self.description.uuid, "last": self.window.last}
 
     def stored_specs(self) -> str:
         """Return the text of the specs as it is just now."""
-        return self.specs
+        return self.description.specs
 
     def meta(self) -> dict[str, Any]:
         """Return the user's own facts."""
@@ -500,7 +476,3 @@ def _forget(exc: BaseException | None) -> None:
 def closed_error() -> StateError:
     """Return the error of a call to a storage that was closed."""
     return StateError("the store is closed", hint="open it again with expstore.open()")
-
-
-def _no_catalog() -> CatalogLike | None:
-    return None

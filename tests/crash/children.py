@@ -127,7 +127,7 @@ def open_store(
         writer=writer,
     )
     if not index:
-        kept.use_catalog(NoIndex())
+        kept.index.use(NoIndex())
     return rb
 
 

@@ -206,14 +206,14 @@ class Life:
         )
         rb = TensorDictReplayBuffer(storage=kept, batch_size=4, with_ids=True, **buffer or {})
         if not index:
-            kept.use_catalog(NoIndex())
+            kept.index.use(NoIndex())
         self._running.append(rb)
         return rb
 
     def close(self, rb: TensorDictReplayBuffer) -> None:
         """Close a buffer."""
         self.step("close()")
-        if isinstance(rb.storage.catalog, NoIndex):
+        if isinstance(rb.storage.index.catalog, NoIndex):
             rb.storage.close()
         rb.close()
         self._running.remove(rb)

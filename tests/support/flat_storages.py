@@ -11,4 +11,4 @@ __all__ = ["flatten_dims"]
 
 def flatten_dims(storage: ReadView) -> None:
     """Make all dims of a batch rows of streams of their own; no rows have come yet."""
-    storage._describe(replace(storage._description, flatten=True))
+    storage._describe(replace(storage.description, flatten=True))

@@ -469,12 +469,12 @@ def test_an_opening_that_fails_leaves_nothing(
 def test_w_that_fails_brings_the_old_store_back(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
-        uuid = rb.storage.uuid
+        uuid = rb.storage.description.uuid
     with pytest.raises(TypeError, match="Sampler"):
         expstore.open(store_path, mode="w", sampler="prioritized")  # type: ignore[arg-type]
     assert os.listdir(store_path.parent) == [store_path.name]
     with expstore.open(store_path) as rb:
-        assert (rb.storage.uuid, len(rb)) == (uuid, 4)
+        assert (rb.storage.description.uuid, len(rb)) == (uuid, 4)
 
 
 def test_a_store_that_is_there_stays_where_an_opening_fails(store_path: Path) -> None:

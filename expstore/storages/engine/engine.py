@@ -8,7 +8,6 @@ buffers.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +33,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.shared_state import SharedState
 from expstore.storages.format.journal import Journal, Kind
 from expstore.storages.format.manifest import Manifest
-from expstore.storages.index_protocol import CatalogLike
+from expstore.storages.index_protocol import CatalogLike, IndexLink
 from expstore.storages.locks import Locks
 from expstore.storages.snapshot_pin import Hold
 from expstore.storages.stats import Counters
@@ -65,6 +64,7 @@ class Engine:
         locks: Of the storage.
         hold: Which rows a snapshot still needs.
         counters: What `stats` shows.
+        index: Who keeps the index.
         durable: Whether each record is synced before the call that appends it returns.
         min_free_bytes: So much of the disk stays free.
 
@@ -85,11 +85,12 @@ class Engine:
         locks: Locks,
         hold: Hold,
         counters: Counters,
+        index: IndexLink,
         durable: bool,
         min_free_bytes: int,
     ) -> None:
         self.path, self.disk, self.locks, self.hold, self.counters = path, disk, locks, hold, counters
-        self.durable = durable
+        self.durable, self._index = durable, index
         #: Held by this process, and by no other.
         self.lock_file = lock_file
         #: Threads that sync files.
@@ -115,7 +116,6 @@ class Engine:
         self.archive: Archiver | None = None
         self.closed = False
         self.manifest, self.geometry = manifest, manifest.geometry
-        self._catalog: Callable[[], CatalogLike | None] = lambda: None
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -191,10 +191,6 @@ class Engine:
     def use_archive(self, archive: Archiver | None) -> None:
         """Have rows that leave go to an archive from now on; None: they are gone."""
         self.archive = archive
-
-    def use_catalog(self, catalog: CatalogLike) -> None:
-        """Give changes to who keeps the index, held weakly, before the journal forgets them."""
-        self._catalog = weakref.ref(catalog)
 
     @property
     def is_sound(self) -> bool:
@@ -356,7 +352,7 @@ class Engine:
     @property
     def catalog(self) -> CatalogLike | None:
         """Who keeps the index; None: there is no index."""
-        return self._catalog()
+        return self._index.catalog
 
     def parts(self) -> list[Checkpointed]:
         """Return all that a checkpoint brings to the disk."""

@@ -53,7 +53,6 @@ from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, STATE, index_path
 from expstore.storages.format.records import Publish
-from expstore.storages.index_protocol import CatalogLike
 from expstore.storages.read_view import closed_error
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
@@ -121,7 +120,9 @@ class Store(Storage):
         self.keeps_variable = self.kind == "arrow"
         durable = settings.durability == "sync"
         lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
-        super().__init__(description=Description.of(manifest), disk=disk, path=path)
+        super().__init__(
+            description=Description.of(manifest), disk=disk, path=path, index_path=index_path(path)
+        )
         #: What the store consists of.
         self.engine = Engine(
             path,
@@ -131,6 +132,7 @@ class Store(Storage):
             locks=self.locks,
             hold=self.hold,
             counters=self.counters,
+            index=self.index,
             durable=durable,
             min_free_bytes=settings.min_free_bytes,
         )
@@ -222,11 +224,6 @@ class Store(Storage):
     def priorities(self) -> StoredPriorities:
         """The priorities of the rows, by slot."""
         return self._state.priorities
-
-    @property
-    def index_path(self) -> Path | None:
-        """Where the index of SQL is kept; None: in memory."""
-        return index_path(self.path)
 
     @property
     def _layout(self) -> ColumnLayout:
@@ -613,15 +610,6 @@ class Store(Storage):
         """Note that priorities were set, or rows counted as handed out: a checkpoint follows before long."""
         self.engine.background.note()
 
-    def use_catalog(self, catalog: CatalogLike) -> None:
-        """Keep who keeps the index, which is given changes before they are forgotten; it is held weakly."""
-        self.engine.use_catalog(catalog)
-
-    @property
-    def catalog(self) -> CatalogLike | None:
-        """Who keeps the index; None: there is no index."""
-        return self.engine.catalog
-
     # -- reading -------------------------------------------------------------------------------------
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
@@ -890,7 +878,7 @@ class Store(Storage):
         try:
             self.check_writable()
             end_sessions(self, [self.episodes.session])
-            if (catalog := self.catalog) is not None:
+            if (catalog := self.index.catalog) is not None:
                 catalog.close()
         finally:
             self.close()

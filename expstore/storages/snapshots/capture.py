@@ -122,7 +122,7 @@ def manifest_of(storage: Storage) -> Manifest:
     if storage.manifest is not None:
         return storage.manifest
     return Manifest(
-        uuid=storage.uuid,
+        uuid=storage.description.uuid,
         generation=storage.state.content[0],
         storage="zarr",
         capacity=storage.capacity,
@@ -131,11 +131,11 @@ def manifest_of(storage: Storage) -> Manifest:
         seed=storage.seed,
         created=time.time(),
         schema=storage.schema,
-        flatten=storage.flatten,
+        flatten=storage.description.flatten,
         ndim=storage.ndim,
         dims=storage.geometry.dims,
         ranking=storage.ranking,
-        specs=storage.specs,
+        specs=storage.description.specs,
         column_set=storage.epochs.fields // 2,
     )
 

@@ -262,7 +262,7 @@ class Arrival:
             spare=ring.spare,
             reach=ring.reach,
             schema=schema,
-            specs=_fit_specs(content.manifest.specs, storage.specs, schema, storage.schema),
+            specs=_fit_specs(content.manifest.specs, storage.description.specs, schema, storage.schema),
             column_set=max(own.column_set, content.manifest.column_set) + others,
             **{name: getattr(own, name) for name in _OWN},
         )

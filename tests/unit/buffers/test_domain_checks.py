@@ -282,8 +282,8 @@ def test_schema_and_specs_must_fit_before_the_folder_is_made(tmp_path: Path) -> 
 
 def test_damaged_specs_say_so(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
-        damaged = rb.storage.specs.replace("Categorical", "Cauliflower")
-        rb.storage._describe(replace(rb.storage._description, specs=damaged))
+        damaged = rb.storage.description.specs.replace("Categorical", "Cauliflower")
+        rb.storage._describe(replace(rb.storage.description, specs=damaged))
         with pytest.raises(CorruptionError, match="Cauliflower"):
             assert rb.specs is None
 

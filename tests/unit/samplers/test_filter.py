@@ -857,7 +857,7 @@ def test_what_is_known_of_episodes_is_what_sql_says(
             rb.sql("SELECT 1")  # now the index has it all
         if step == 3:
             rb.annotate(2, note="late")
-        catalog = rb.storage.catalog
+        catalog = rb.storage.index.catalog
         assert catalog is not None
         episodes = np.arange(1, rb.storage.episodes.next_episode)
         found = catalog.facts(names, episodes).sort_by("episode_id").to_pylist()

@@ -22,7 +22,7 @@ def test_it_says_what_the_file_says(store_path: Path) -> None:
         found = Description.of(manifest)
         assert (found.seed, found.uuid, found.geometry) == (7, manifest.uuid, manifest.geometry)
         assert found.keys.trajectory == ("robot",)
-        assert found == rb.storage._description
+        assert found == rb.storage.description
         assert (rb.storage.schema, rb.storage.geometry) == (found.schema, found.geometry)
     assert found.schema is not None
     assert Description().with_fields(found.schema).keys.trajectory is None  # by their usual names
@@ -33,4 +33,4 @@ def test_it_is_replaced_and_never_changed() -> None:
         Description().seed = 3  # type: ignore[misc]
     storage = expstore.MemoryStorage(10)
     storage.rank_by(Ranking(("x",), "max"))
-    assert storage.ranking == storage._description.ranking == Ranking(("x",), "max")
+    assert storage.ranking == storage.description.ranking == Ranking(("x",), "max")

@@ -934,7 +934,7 @@ class SlowIndex:
 def test_extends_do_not_wait_for_the_index(tmp_path: Path) -> None:
     storage = prepare(ZarrStorage(tmp_path / "a.exp", 1000), SCHEMA)
     index = SlowIndex()
-    storage.use_catalog(index)  # type: ignore[arg-type]
+    storage.index.use(index)  # type: ignore[arg-type]
     put(storage, 10)
     journal = storage.state.journal
     with storage.locks.episodes:

@@ -44,7 +44,7 @@ class OffByOne(MemoryStorage):
     def __init__(self, capacity: int | None = None, **options: Any) -> None:
         super().__init__(capacity, **options)
         ring = WrongRing(self.geometry.capacity, self.geometry.ndim)
-        self._describe(replace(self._description, geometry=ring))
+        self._describe(replace(self.description, geometry=ring))
 
 
 class Short(MemoryStorage):

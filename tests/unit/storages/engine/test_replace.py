@@ -1,4 +1,4 @@
-"""The order of the acts of a change, over fakes: the record first, then the columns; what a failure leaves."""
+"""The order of the acts of a change, over fakes: the record, then the columns; and what a failure leaves."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: 
     rb.extend(batch(3))
     rb.flush()
     state = kept.state_dict()
-    assert state == {"uuid": kept.uuid, "last": 3}
+    assert state == {"uuid": kept.description.uuid, "last": 3}
     kept.load_state_dict(state)
     assert len(kept) == 3
     first = make(LazyTensorStorage, 10)
