@@ -272,7 +272,7 @@ def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
 def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
     """Note facts about an episode; without an index, which says how those stand that have ended, by hand."""
     kept = rb.storage
-    if kept._catalog() is not None:
+    if kept.index.catalog is not None:
         rb.annotate(op.episode, **op.info)
         return
     with kept.lock:
