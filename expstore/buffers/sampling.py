@@ -125,7 +125,7 @@ class DrawingHandle(StoreHandle):
 
     def _changes(self) -> object:
         """Return what is another value when batches made before are not those of now."""
-        return self._storage.changes, self._storage.epochs.fields
+        return self._storage.changes.number, self._storage.epochs.fields
 
     def _forget_ahead(self) -> None:
         if "_ahead" in self.__dict__:

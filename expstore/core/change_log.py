@@ -6,25 +6,40 @@ Kept by storages for filters, which look again at what has changed and at nothin
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 
 from expstore.core.values import IntArray
 
-__all__ = ["Changed"]
+__all__ = ["ChangeLog", "Changes"]
 
 #: A larger change is looked at as if everything had changed; so many are remembered.
 _ROWS, _KEPT = 4096, 256
 
 
-class Changed:
+class Changes(Protocol):
+    """Tell readers which slots were changed in place."""
+
+    @property
+    def number(self) -> int:
+        """A number that moves when a change begins and when it ends; odd meanwhile."""
+
+    def since(self, before: int, /) -> IntArray | None:
+        """Return the slots changed since `number` was this even number; None: that is not known.
+
+        A change that is going on is not among them. Shape `(n,)`, int64; a slot may come twice.
+        """
+
+
+class ChangeLog:
     """Count changes in place, and remember the last ones by their numbers.
 
     Threads: not locked. The storage changes rows under its lock, and a reader gets all of a change or knows
     that it does not. Crashes: nothing is kept.
 
     Example:
-        >>> changed = Changed()
+        >>> changed = ChangeLog()
         >>> changed.begin()
         >>> changed.number
         1

@@ -61,7 +61,7 @@ class _Seen:
     @classmethod
     def of(cls, storage: ReadView, *, episodes: bool) -> Self:
         """Look at a storage; rows and episodes that come from now on are not covered."""
-        content, changes, table, count = storage.epochs.content, storage.changes & ~1, None, 0
+        content, changes, table, count = storage.epochs.content, storage.changes.number & ~1, None, 0
         if episodes:
             storage.follow()
             with storage.locks.episodes:
@@ -75,7 +75,7 @@ class _Seen:
         table = self.table
         return (
             (window.last, window.gaps) == (self.window.last, self.window.gaps)
-            and (storage.epochs.content, storage.changes) == (self.content, self.changes)
+            and (storage.epochs.content, storage.changes.number) == (self.content, self.changes)
             and (table is None or (table is storage.episodes and table.touched.count == self.touched))
         )
 
@@ -358,7 +358,7 @@ class Filter:
             return None
         found = [replace(window, low=max(window.low, last)).ids()] if window.last > last else []
         if now.changes != before.changes:
-            slots = storage.changed_since(before.changes)
+            slots = storage.changes.since(before.changes)
             if slots is None:
                 return None
             found.append(storage.geometry.ids_in(slots, before.window.last))

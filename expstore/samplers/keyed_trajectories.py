@@ -145,7 +145,7 @@ class KeyedRuns(Runs):
         return self._state == self._state_of(storage) and storage.query_window == self._window
 
     def _state_of(self, storage: ReadView) -> tuple[object, int]:
-        return storage.episodes, storage.changes
+        return storage.episodes, storage.changes.number
 
     def _take(self, storage: ReadView, *, whole: bool = False) -> Taken:
         for _ in range(_TRIES):

@@ -287,7 +287,7 @@ class StalenessAwareSampler(Sampler):
         """
         for _ in range(_TRIES):
             known = self._known  # before the window, which then is not the older of them
-            changes, deleted, window = storage.changes, storage.epochs.deleted, storage.window
+            changes, deleted, window = storage.changes.number, storage.epochs.deleted, storage.window
             place = self._place(storage)  # after `deleted`, which move when it does
             seen = deleted, changes, window.gaps
             if seen == known.seen and window == known.window:

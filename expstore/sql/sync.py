@@ -122,11 +122,15 @@ class Catalog:
                 archive = storage.archived() if "history" in sql.lower() else None
                 beside = None if archive is None else Beside(archive)  # before rows are looked for that left
                 index = self.catch_up()
-                window, changes = storage.query_window, storage.changes
+                window, changes = storage.query_window, storage.changes.number
                 result = unmoved(storage, partial(self._answer, index, sql, params, window, beside, read))
                 low = window.low if beside is None else with_left(storage, window, beside.through).low
                 oldest = np.array([low + 1])
-                moved = changes != storage.changes or changes & 1 or window.gaps != storage.query_window.gaps
+                moved = (
+                    changes != storage.changes.number
+                    or changes & 1
+                    or window.gaps != storage.query_window.gaps
+                )
                 if alone or (storage.intact(oldest) and not moved):
                     return result
             if attempt > 1 and time.monotonic() > until:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from expstore.core.change_log import Changed
+from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
 from expstore.core.values import Array, IntArray, Ranking, key_name
@@ -87,8 +87,7 @@ class Storage(ReadView):
             geometry=RingGeometry(capacity, check_ndim(ndim)), seed=seed, flatten=flatten
         )
         super().__init__(made, disk=disk, path=path, index_path=index_path)
-        #: Which rows were changed in place.
-        self.changed = Changed()
+        self.changes: ChangeLog = ChangeLog()
         #: Makes writers wait while rows are copied for a snapshot.
         self.hold = Hold(self.locks.order, self.counters)
         self._counting = False  # whether counts are kept from the first row on
@@ -227,11 +226,11 @@ class Storage(ReadView):
         Args:
             slots: Which ones; None: whichever. Shape `(n,)`.
         """
-        self.changed.begin()
+        self.changes.begin()
         try:
             yield
         finally:
-            self.changed.end(slots)
+            self.changes.end(slots)
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
         """Set priorities; rows that have left are skipped. Returns how many were set.
@@ -378,18 +377,6 @@ class Storage(ReadView):
 
     # -- reading -------------------------------------------------------------------------------------
 
-    @property
-    def changes(self) -> int:
-        """A number that moves, twice, when rows are changed in place; odd meanwhile."""
-        return self.changed.number
-
-    def changed_since(self, changes: int) -> IntArray | None:
-        """Return the slots changed in place since `changes` was this even number; None: whichever.
-
-        Shape `(n,)`, int64. A change that is going on is not among them.
-        """
-        return self.changed.since(changes)
-
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
         """Copy rows out; ask `intact` afterwards whether none of them was overwritten meanwhile.
 
@@ -400,11 +387,11 @@ class Storage(ReadView):
         Returns:
             One array per field. Shapes `(n, *row shape)`.
         """
-        slots, changed = self.geometry.slot_of(ids), self.changed
+        slots, changes = self.geometry.slot_of(ids), self.changes
         for _ in range(3):
-            before = changed.number
+            before = changes.number
             columns = self.take(slots, places)
-            if before == changed.number and not before & 1:
+            if before == changes.number and not before & 1:
                 return columns
         with self.lock:
             return self.take(slots, places)

@@ -117,6 +117,38 @@ class Origin:
         return FollowerStorage(self.path, settings=Settings(mode="r", seed=self.seed), origin=self)
 
 
+class FollowedChanges:
+    """Tell which slots another process has changed in place.
+
+    The control page of a living writer says it. Without a writer nothing changes, and the number moves when
+    the store has been opened anew.
+
+    Threads: any number read; the follower writes, under its lock.
+    """
+
+    __slots__ = ("_openings", "_watch")
+
+    def __init__(self) -> None:
+        self._openings = 0
+        self._watch: Watch | None = None
+
+    def follow(self, watch: Watch | None) -> None:
+        """Look at the page of another writer from now on; None: there is none."""
+        self._openings += 1
+        self._watch = watch
+
+    @property
+    def number(self) -> int:
+        """A number that moves when a change begins and when it ends; odd meanwhile."""
+        watch = self._watch
+        return 2 * self._openings if watch is None else watch.change
+
+    def since(self, before: int) -> IntArray | None:
+        """Return the slots changed since `number` was this even number; None: whichever. Shape `(n,)`."""
+        watch = self._watch
+        return None if watch is None else watch.changed_since(before)
+
+
 class FollowerStorage(ReadView):
     """Read a store that another process may be writing to.
 
@@ -160,13 +192,13 @@ class FollowerStorage(ReadView):
         self._entries: list[LogEntry] = []
         self._log_length = 0
         self._source = _Source()
-        self._looks = 0
         self._known = 0
         self._unseen = False
         self._archived: FollowerStorage | None = None
         manifest = look_up(disk, path, capacity, settings)
         super().__init__(self._description_of(manifest), disk=disk, path=path)
         self.manifest, self.kind = manifest, manifest.storage
+        self.changes: FollowedChanges = FollowedChanges()
         self._watch = Watch(disk, path)
         self._look_again()
 
@@ -258,7 +290,7 @@ class FollowerStorage(ReadView):
         self._known = last
         former, self._source = self._source, source
         former.close()
-        self._looks += 1
+        self.changes.follow(self._watch if source.live else None)
         self.epochs.note_content()
 
     def _slots_of(self, last: int) -> int:
@@ -412,15 +444,6 @@ class FollowerStorage(ReadView):
 
     def __len__(self) -> int:
         return self.window.rows
-
-    @property
-    def changes(self) -> int:
-        """A number that moves whenever rows are changed in place."""
-        return self._watch.change if self._source.live else 2 * self._looks
-
-    def changed_since(self, changes: int) -> IntArray | None:
-        """Return the slots changed in place since `changes` was this even number; None: whichever."""
-        return self._watch.changed_since(changes) if self._source.live else None
 
     def intact(self, ids: IntArray) -> bool:
         """Return whether no slot of these ids has been written to for a later row."""

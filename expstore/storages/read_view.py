@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from expstore.core.change_log import Changes
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray, Key, Ranking, Window, key_name
@@ -94,6 +95,8 @@ class ReadView(ABC):
     keys: Keys
     #: By what rows are ranked, of which only the best stay; None: the newest stay.
     ranking: Ranking | None
+    #: Which rows were changed in place.
+    changes: Changes
     #: The number of the next batch, and what else a restart needs to draw the same ones.
     draws: DrawState
     #: What expstore.json says; None: rows are in RAM.
@@ -244,22 +247,10 @@ class ReadView(ABC):
     # -- what has changed --------------------------------------------------------------------------
 
     @property
-    @abstractmethod
-    def changes(self) -> int:
-        """A number that moves, twice, when rows are changed in place; odd meanwhile."""
-
-    @abstractmethod
-    def changed_since(self, changes: int) -> IntArray | None:
-        """Return the slots changed in place since `changes` was this even number; None: whichever.
-
-        Shape `(n,)`, int64. A change that is going on is not among them.
-        """
-
-    @property
     def version(self) -> ViewVersion:
         """Which rows and fields there are: what was derived from equal versions holds for both."""
         epochs = self.epochs
-        return ViewVersion(epochs.content, epochs.deleted, epochs.fields, self.changes)
+        return ViewVersion(epochs.content, epochs.deleted, epochs.fields, self.changes.number)
 
     # -- reading -----------------------------------------------------------------------------------
 

@@ -93,7 +93,7 @@ class StepView:
         self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
         self._lost = False
-        self._changes = storage.changes
+        self._changes = storage.changes.number
         self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
 
     def show_to(self, step: StepTransform) -> None:
@@ -275,7 +275,7 @@ class StepView:
     @property
     def intact(self) -> bool:
         """Whether no row that was shown has been overwritten, and none at all changed, since."""
-        if self._lost or self._changes & 1 or self._changes != self.storage.changes:
+        if self._lost or self._changes & 1 or self._changes != self.storage.changes.number:
             return False
         # The oldest row is the first whose place is taken.
         return not self._oldest or self.storage.intact(np.array([self._oldest]))

@@ -444,9 +444,9 @@ class TensorDictMaxValueWriter(Writer):
             and known.storage() is storage
             and (known.tree.size, known.last, known.moves) == (capacity, storage.last, now)
         ):
-            if known.changes == storage.changes:
+            if known.changes == storage.changes.number:
                 return known
-            slots = storage.changed_since(known.changes)
+            slots = storage.changes.since(known.changes)
         if known is None or slots is None:
             from expstore.kernels.rank_tree import (
                 RankTree,  # compiles; who appends in order is to start without
@@ -469,7 +469,7 @@ class TensorDictMaxValueWriter(Writer):
     @staticmethod
     def _stamp(storage: ReadView, tree: RankTree) -> _Known:
         moves = (storage.epochs.deleted, storage.epochs.content)
-        return _Known(weakref.ref(storage), tree, storage.last, storage.changes, moves)
+        return _Known(weakref.ref(storage), tree, storage.last, storage.changes.number, moves)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings; ranks are read out of the rows."""

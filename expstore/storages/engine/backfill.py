@@ -54,7 +54,7 @@ class Filler:
     def __init__(self, storage: ReadView, coming: Coming, place: Place) -> None:
         self._storage, self._coming, self._place = storage, coming, place
         self._done = 0  # the newest id that has its value
-        self._changes = storage.changes & ~1
+        self._changes = storage.changes.number & ~1
         self._content = storage.epochs.content
         self._step = max(1, _BYTES // coming.entry.row_bytes)
         if coming.fill is None:
@@ -76,9 +76,9 @@ class Filler:
         storage = self._storage
         if storage.epochs.content != self._content:
             raise StateError("the store got another content meanwhile", hint="add the field again")
-        if self._coming.compute is not None and storage.changes & ~1 != self._changes:
+        if self._coming.compute is not None and storage.changes.number & ~1 != self._changes:
             window = storage.window
-            slots = storage.changed_since(self._changes)
+            slots = storage.changes.since(self._changes)
             ids = window.ids() if slots is None else np.unique(storage.geometry.ids_in(slots, window.last))
             ids = ids[window.holds(ids) & (ids <= self._done)]
             for start in range(0, ids.size, self._step):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from expstore.core import tuning
-from expstore.core.change_log import Changed
+from expstore.core.change_log import ChangeLog
 from expstore.core.values import Array, IntArray
 from expstore.storages.columns.memtable import RowBatch
 from expstore.storages.engine.checkpointer import Pin
@@ -38,7 +38,7 @@ class Updates:
 
     __slots__ = ("_changed", "_engine")
 
-    def __init__(self, engine: Engine, changed: Changed) -> None:
+    def __init__(self, engine: Engine, changed: ChangeLog) -> None:
         self._engine, self._changed = engine, changed
 
     def change(

@@ -136,7 +136,7 @@ class Store(Storage):
             durable=durable,
             min_free_bytes=settings.min_free_bytes,
         )
-        self._updates = Updates(self.engine, self.changed)
+        self._updates = Updates(self.engine, self.changes)
         self._archive_settings = settings.archive, segment_bytes
         self._segment_bytes = segment_bytes or (
             SYNC_SEGMENT_BYTES if durable else tuning.JOURNAL_SEGMENT_BYTES

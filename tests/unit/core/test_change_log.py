@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from expstore.core.change_log import Changed
+from expstore.core.change_log import ChangeLog
 
 
 def test_a_change_that_goes_on_is_not_among_them() -> None:
-    changed = Changed()
+    changed = ChangeLog()
     changed.begin()
     assert changed.number == 1
     assert changed.since(0) is None  # of none is known which slots it changes
@@ -21,7 +21,7 @@ def test_a_change_that_goes_on_is_not_among_them() -> None:
 
 
 def test_changes_that_are_whole_at_once_add_up() -> None:
-    changed = Changed()
+    changed = ChangeLog()
     for slot in (3, 5, 3):
         changed.note(np.array([slot]))
     assert changed.number == 6
@@ -31,7 +31,7 @@ def test_changes_that_are_whole_at_once_add_up() -> None:
 
 
 def test_one_that_may_be_anywhere_makes_all_unknown() -> None:
-    changed = Changed()
+    changed = ChangeLog()
     changed.note(np.array([3]))
     changed.begin()
     changed.end(None)
@@ -41,7 +41,7 @@ def test_one_that_may_be_anywhere_makes_all_unknown() -> None:
 
 
 def test_what_was_long_ago_is_forgotten() -> None:
-    changed = Changed()
+    changed = ChangeLog()
     for slot in range(300):
         changed.note(np.array([slot]))
     assert changed.since(0) is None

@@ -33,8 +33,8 @@ def test_a_view_is_of_one_version_while_nothing_moves() -> None:
     for act in (
         storage.epochs.note_deleted,
         storage.epochs.note_content,
-        storage.changed.begin,
-        lambda: storage.changed.end(None),
+        storage.changes.begin,
+        lambda: storage.changes.end(None),
     ):
         assert storage.version == versions[-1]
         act()

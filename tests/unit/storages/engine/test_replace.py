@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from expstore.core.change_log import Changed
+from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry
 from expstore.disk.files import Disk
 from expstore.storages.engine.health import Health
@@ -85,8 +85,8 @@ class Engine:
         self.acts.append("sync if durable")
 
 
-def change(engine: Engine, *, replaces: bool) -> Changed:
-    changed = Changed()
+def change(engine: Engine, *, replaces: bool) -> ChangeLog:
+    changed = ChangeLog()
     updates = Updates(engine, changed)  # type: ignore[arg-type]
     columns = [np.ones(2, np.float32), np.arange(2)]
     updates.change(np.array([1, 2]), [1, 0], columns, replaces=replaces)
