@@ -118,10 +118,10 @@ class Origin:
 
 
 class FollowedChanges:
-    """Tell which slots another process has changed in place.
+    """Report which slots another process changed in place.
 
-    The control page of a living writer says it. Without a writer nothing changes, and the number moves when
-    the store has been opened anew.
+    They are read from the control page of the living writer. Without a writer nothing changes, and the number
+    moves each time the store is opened again.
 
     Threads: any number read; the follower writes, under its lock.
     """
@@ -133,7 +133,7 @@ class FollowedChanges:
         self._watch: Watch | None = None
 
     def follow(self, watch: Watch | None) -> None:
-        """Look at the page of another writer from now on; None: there is none."""
+        """Read another writer's page from now on, or no page if `watch` is None."""
         self._openings += 1
         self._watch = watch
 
@@ -144,7 +144,7 @@ class FollowedChanges:
         return 2 * self._openings if watch is None else watch.change
 
     def since(self, before: int) -> IntArray | None:
-        """Return the slots changed since `number` was this even number; None: whichever. Shape `(n,)`."""
+        """Return the slots changed since `number` was this even number, `(n,)`; None if that is unknown."""
         watch = self._watch
         return None if watch is None else watch.changed_since(before)
 
@@ -152,10 +152,10 @@ class FollowedChanges:
 class FollowerStorage(ReadView):
     """Read a store that another process may be writing to.
 
-    Beside a writer the newest rows show as soon as they stand in the columns: when the `extend` that wrote
-    them returns, or within 0.1 s where batches are small (up to 8 rows of 16 KiB together). Crashes: there is
-    nothing to lose. Threads: any number read. Processes: any number follow a store,
-    whoever writes to it, and outlive its writers.
+    While a writer works, the newest rows can be read once they are in the columns: when the `extend` that
+    wrote them returns, or within 0.1 s if batches are small (up to 8 rows of 16 KiB together). Crashes: a
+    follower has nothing to lose. Threads: any number read. Processes: any number follow a store and outlive
+    its writers.
 
     Args:
         path: The store's folder.
