@@ -48,7 +48,7 @@ def find_write(storage: ReadView, key: WriteKey) -> Written | None:
     Raises:
         StateError: The key is that of another write, or the storage cannot be written.
     """
-    storage.check_writable()  # after an interruption only the journal knows what was written
+    storage.writer()  # after an interruption only the journal knows what was written
     return storage.state.write_keys.find(key, now_us())
 
 

@@ -187,7 +187,7 @@ class ShapingHandle(DrawingHandle):
     def _collated(self, batch: Any) -> Any:
         if self._collate_fn is not None:
             return self._collate_fn(batch)
-        objects = isinstance(batch, list) and bool(batch) and self._storage.object_rows
+        objects = isinstance(batch, list) and bool(batch) and self._storage.row_traits.whole
         return stack(batch) if objects else batch
 
     def __getitem__(self, index: Any) -> Any:

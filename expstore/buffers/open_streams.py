@@ -49,7 +49,7 @@ class Tails:
         """
         if not len(storage):
             return
-        storage.check_writable()
+        storage.writer()
         schema = storage.require_schema()
         if self.end not in schema:
             raise SchemaError(f"no field {key_name(self.end)!r} to end streams by", hint=f"it has {schema!r}")

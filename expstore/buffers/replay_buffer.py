@@ -246,7 +246,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
     ) -> IntArray:
         if self._limiter is None:
             return self._take_in(batch, source, return_ids, info, key)
-        self._storage.check_writable()
+        self._storage.writer()
         with self._limiter.inserting(batch.count, needless=partial(idempotency.is_known, self._storage, key)):
             return self._take_in(batch, source, return_ids, info, key)
 

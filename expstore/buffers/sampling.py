@@ -208,7 +208,8 @@ class DrawingHandle(StoreHandle):
             self.set_rng(self._generator)
         self._sampler.load_state_dict(state["_sampler"])
         if "rows" not in state["_storage"]:  # else the storage has them again
-            writer.set_draws(int(state["_draws"]["draw"]), state["_draws"]["progress"])
+            writer.draws.set(int(state["_draws"]["draw"]), state["_draws"]["progress"])
+            writer.sync()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         """Raise an error if a state does not fit."""

@@ -278,7 +278,7 @@ class StoreHandle:
         """
         storage = self._storage.writer()
         folder = find_version(storage.disk, local_path(path), version)
-        storage.load_version(folder)
+        storage.snapshots.restore(folder)
         self._set_sampler(Version.load(storage.disk, folder).sampler)
         storage.holders.tell(storage)
 
@@ -311,7 +311,7 @@ class StoreHandle:
             return
         try:
             with contextlib.suppress(StateError):  # poisoned, or a follower
-                self._storage.check_writable()  # after an interruption it reads the journal again
+                self._storage.writer()  # after an interruption it reads the journal again
             if self._storage.can_write:
                 end_sessions(self._storage, [self._storage.episodes.session])
                 self._catalog.close()

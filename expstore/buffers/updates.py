@@ -184,7 +184,7 @@ class Patching:
         storage = self._storage
         self._check_patching(id is None)
         with storage.lock:
-            storage.check_writable()
+            storage.writer()
             if storage.schema is None:
                 raise StateError(
                     "Conditional updates require an initialized storage", hint="extend() it first"
@@ -249,7 +249,7 @@ class Patching:
     def _assign(self, fields: Mapping[Key, Any], index: Any) -> None:
         storage = self._storage
         with storage.lock:
-            storage.check_writable()
+            storage.writer()
             storage.require_schema()
             ids, shape = find(storage, index, self.dim_extend)
             self._apply(ids, {key: self._fitted(key, value, shape) for key, value in fields.items()})
@@ -310,7 +310,7 @@ class Patching:
                 "row than it was made for",
                 hint="rb[index] = and set_at_() change the rows that are there now",
             )
-        if storage.object_rows or (by_index and not writer.tracks_generations):
+        if storage.row_traits.whole or (by_index and not writer.tracks_generations):
             raise StateError(
                 f"Conditional updates are not supported by {type(storage).__name__} with "
                 f"{type(writer).__name__}: rows are tensors by key, and by index only with a writer that "

@@ -76,7 +76,7 @@ def loads(
     new = not disk.exists(store / MANIFEST)
     kept = _open(store, Manifest.load(disk, folder).capacity if new else None)
     try:
-        kept.load_version(folder)
+        kept.snapshots.restore(folder)
         rows = len(kept)
     finally:
         kept.close()

@@ -37,6 +37,7 @@ from expstore.data.leaves import to_columns, to_objects
 from expstore.data.nested_tensors import to_values
 from expstore.data.variable_rows import columns_of, is_loose
 from expstore.errors import NoRowError, SchemaError, StackError
+from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema, is_name
 
 __all__ = ["Form", "Layout", "check_form", "form_of", "stack", "stack_index", "take"]
@@ -336,8 +337,7 @@ class Form(ABC):
 class Kept(Protocol):
     """What `form_of` asks of a storage."""
 
-    row_class: type | None
-    stack_dim: int | None
+    row_traits: RowTraits
 
     def require_schema(self) -> Schema:
         """Return the schema."""
@@ -347,15 +347,15 @@ def form_of(storage: Kept) -> Form:
     """Return how a storage's rows are put together.
 
     Args:
-        storage: Its schema says it; `row_class` is looked up among what is imported if it is None.
+        storage: Its schema says it; a tensorclass that it does not know is looked up in imported modules.
 
     Raises:
         StateError: No rows have come yet.
     """
-    schema, kind = storage.require_schema(), storage.row_class
+    schema, kind = storage.require_schema(), storage.row_traits.row_class
     data = json.loads(schema.form or "{}")
     if "objects" in data:
-        return _Objects(storage.stack_dim)
+        return _Objects(storage.row_traits.stack_dim)
     if "tree" in data:
         return _Tree(schema, data["tree"])
     inner = tuple(data.get("batch_size", ()))

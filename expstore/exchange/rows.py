@@ -21,7 +21,7 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.fragments import all_ids
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.row_fields import ROW_FIELDS, priority_place
 from expstore.schema.row_selection import no_rows
 from expstore.schema.schema import OBJECT, Field, Schema
 from expstore.sql.sync import Catalog
@@ -294,7 +294,7 @@ class Rows:
         here = (
             []
             if storage.follows
-            else [n for n, place in enumerate(wanted) if place == storage.priority_place]
+            else [n for n, place in enumerate(wanted) if place == priority_place(self.schema)]
         )
         stored = [place for n, place in enumerate(wanted) if n not in here]
         try:

@@ -98,10 +98,10 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
                 f"a store is a folder, a buffer or a storage of expstore, not {type(store).__name__}"
             )
         kept = buffer.storage
-        if kept.object_rows or kept.ranking is not None:
+        if kept.row_traits.whole or kept.ranking is not None:
             what = (
                 "keeps objects"
-                if kept.object_rows
+                if kept.row_traits.whole
                 else "keeps the best rows only, in places of its own choice"
             )
             raise StateError(

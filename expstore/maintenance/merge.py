@@ -146,7 +146,7 @@ def merge(
             made = open_storage(folder / target.name, capacity, settings=settings, disk=disk)
             try:
                 content = _Joined(runs, made.manifest, progress or (lambda done, total: None))
-                made.load_content(content)
+                made.snapshots.adopt(content)
                 kept = len(made)
             finally:
                 made.close()

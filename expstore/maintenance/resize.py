@@ -118,7 +118,7 @@ def planned(
 
         def run(progress: Progress | None) -> None:
             if asked != storage.capacity:
-                storage.resize(asked, progress)
+                storage.snapshots.resize(asked, progress)
 
         yield outcome, run
     finally:

@@ -188,7 +188,7 @@ class PromptGroupSampler(Sampler):
     def _found(self, storage: ReadView, moment: tuple[Any, ...]) -> _Groups:
         needs = self.strategy in ("reward", "variance")
         keys = [to_key(self.group_key), *([to_key(self.reward_key)] if needs else [])]
-        if storage.object_rows:
+        if storage.row_traits.whole:
             ids, (items,) = read_present(storage, storage.window.ids(), [0])
             columns = [_of_items(items, key) for key in keys]
         else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from expstore.schema.schema import Field
+from expstore.schema.schema import Field, Schema
 
-__all__ = ["ROW_BYTES", "ROW_FIELDS"]
+__all__ = ["ROW_BYTES", "ROW_FIELDS", "priority_place"]
 
 #: In the order of the columns behind the user's; `priority` comes last and is not part of a checksum.
 ROW_FIELDS = (
@@ -15,3 +15,8 @@ ROW_FIELDS = (
     Field(("_row", "priority"), "float32", ()),
 )
 ROW_BYTES = sum(entry.row_bytes for entry in ROW_FIELDS)
+
+
+def priority_place(schema: Schema) -> int:
+    """Return the position of the column of priorities in a store of some fields."""
+    return len(schema.fields) + len(ROW_FIELDS) - 1

@@ -23,6 +23,7 @@ from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
 from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.schema.row_fields import priority_place
 from expstore.sql.row_source import history_of, readable, relations_of
 from expstore.storages.batch import now_us
 from expstore.storages.engine.archive import Beside, with_left
@@ -286,7 +287,7 @@ class Catalog:
                 index = self.catch_up(None if weighed else storage.facts())
                 if weighed:
                     window = storage.window
-                    parts = readable(storage, [storage.priority_place], window)[0]
+                    parts = readable(storage, [priority_place(storage.require_schema())], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(window.ids(), values)
                 if not index.complete:

@@ -12,20 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
-from expstore.core.values import Array, IntArray, Ranking, key_name
+from expstore.core.values import Array, IntArray, Ranking
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.errors import NotFoundError, SchemaError, StateError
+from expstore.errors import NotFoundError, StateError
 from expstore.schema.field_roles import REWARD, Keys, find_keys
-from expstore.schema.row_fields import ROW_BYTES
+from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.schema import Schema
 from expstore.schema.spec_text import check_specs
 from expstore.storages.batch import Rows, now_us
@@ -34,10 +34,8 @@ from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.read_view import ReadView, closed_error
+from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshot_pin import Hold
-
-if TYPE_CHECKING:
-    from expstore.storages.columns.capture import Capture
 
 __all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us"]
 
@@ -94,18 +92,21 @@ class Storage(ReadView):
 
     # -- appending ---------------------------------------------------------------------------------
 
-    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
+    def prepare(
+        self, schema: Schema, keys: Keys, dims: tuple[int, ...] = (), *, row_class: type | None = None
+    ) -> None:
         """Fix the fields, once, when the first rows come.
 
         Args:
             schema: The fields.
             keys: Which of them say what a row is.
             dims: Sizes of a batch's dims beyond the first, where these are rows too.
+            row_class: The tensorclass that the rows came in, if they did.
 
         Raises:
             SchemaError: The fields are not those of the specs, or none that this storage keeps.
         """
-        self.check_writable()
+        self.writer()
         former = self.description
         former.geometry.check_dims(dims)
         self.check_fields(schema)
@@ -119,6 +120,7 @@ class Storage(ReadView):
         if self._counting:
             self._begin_sampled()
         self._describe(self.description.with_fields(schema, keys))
+        self.row_traits = replace(self.row_traits, row_class=row_class)
 
     def write(self, rows: Rows) -> None:
         """Append rows: all of them become readable, or none.
@@ -191,7 +193,7 @@ class Storage(ReadView):
             SchemaError: Rows of such a field cannot be changed.
         """
         with self.lock:
-            self.check_writable()
+            self.writer()
             if ids.size == 0:
                 return
             if not self._state.window.holds(ids).all():
@@ -208,11 +210,12 @@ class Storage(ReadView):
             columns: The rows: one array per field, in the schema's order. Shapes `(n, *row shape)`.
         """
         with self.lock:
-            self.check_writable()
-            fields, count = len(self.require_schema().fields), ids.size
+            self.writer()
+            schema, count = self.require_schema(), ids.size
             times = np.full(count, now_us())
             priorities = np.full(count, self.priorities.largest, np.float32)
-            places = [self.priority_place, *range(fields), self.priority_place - 1]
+            last = priority_place(schema)
+            places = [last, *range(len(schema.fields)), last - 1]
             self._change(ids, places, [priorities, *columns, times], replaces=True)
             self.priorities.raise_largest(ids, priorities)
             self._state.note_replaced(count)
@@ -244,7 +247,7 @@ class Storage(ReadView):
         """
         values = check_priorities(values)
         with self.lock:
-            self.check_writable()
+            self.writer()
             here = self._state.window.holds(ids)
             if not here.all():
                 ids, values = ids[here], values[here]
@@ -258,7 +261,7 @@ class Storage(ReadView):
     def clear(self) -> None:
         """Forget all rows; ids go on at the next multiple of the capacity, plus 1."""
         with self.lock:
-            self.check_writable()
+            self.writer()
             last = self._state.window.last
             if self._state.window.size == 0:
                 if self.episodes.has_open(None):
@@ -300,7 +303,7 @@ class Storage(ReadView):
             StorageError: The disk failed; nothing is noted.
         """
         with self.lock:
-            self.check_writable()
+            self.writer()
             with self.locks.episodes:
                 try:
                     self._annotate(change)
@@ -323,7 +326,7 @@ class Storage(ReadView):
             StorageError: The disk failed; nothing was changed.
         """
         with self.lock:
-            self.check_writable()
+            self.writer()
             self._describe(self._keep_settings(replace(self.description, ranking=ranking)))
 
     def describe_fields(self, specs: str) -> None:
@@ -338,7 +341,7 @@ class Storage(ReadView):
             StorageError: The disk failed; nothing was changed.
         """
         with self.lock:
-            self.check_writable()
+            self.writer()
             if self.schema is not None:
                 check_specs(specs, self.schema)
             self._describe(self._keep_settings(replace(self.description, specs=specs)))
@@ -351,7 +354,7 @@ class Storage(ReadView):
             StorageError: The disk failed.
         """
         with self.lock:
-            self.check_writable()
+            self.writer()
             if self.ranking is not None:
                 raise StateError(
                     "rows are not counted where better ones take their places, and would inherit the counts",
@@ -365,15 +368,6 @@ class Storage(ReadView):
     def _begin_sampled(self) -> None:
         """Make counts of 0 for all slots."""
         self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
-
-    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
-        """Continue with another draw, possibly an earlier one; a restart does so too when this returns.
-
-        Args:
-            draw: The number of the next draw.
-            progress: How far the sampler had come then.
-        """
-        self.draws.set(draw, progress)
 
     # -- reading -------------------------------------------------------------------------------------
 
@@ -425,15 +419,6 @@ class Storage(ReadView):
         self.set(index, data)
 
     # -- snapshots -----------------------------------------------------------------------------------
-
-    def load_version(self, folder: Path) -> None:
-        """Put the content of the snapshot in a folder in the place of what there is.
-
-        Raises:
-            StateError: This kind of storage cannot.
-        """
-        self.check_writable()
-        raise StateError(f"a {self.kind} storage cannot load versions", hint="load into a store on disk")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing for a state without rows: these are in the folder.
@@ -509,20 +494,18 @@ class Storage(ReadView):
         """What deletes episodes; None: rows leave by age, or not at all."""
         return None
 
+    @property
+    def snapshots(self) -> SnapshotAccess:
+        """What gives the content to snapshots, and replaces it where that is possible."""
+        return SnapshotAccess(self, self._check_hooks)
+
+    def _check_hooks(self) -> None:
+        """Raise SnapshotError if a save hook returns other rows than it is given; there are no hooks here."""
+
     def check_fields(self, schema: Schema) -> None:
         """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
-        self.check_kept(schema)
+        self.row_traits.check(schema, self.kind)
         check_specs(self.description.specs, schema)
-
-    def check_kept(self, schema: Schema) -> None:
-        """Raise SchemaError if there are fields that this storage does not keep."""
-        if schema.variable and not self.keeps_variable:
-            entry = schema[schema.variable[0]]
-            raise SchemaError(
-                f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {self.kind} "
-                "storage cannot keep",
-                hint='make the store with expstore.open(..., storage="arrow")',
-            )
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring with the slots beyond its capacity that rows of a schema need.
@@ -534,24 +517,6 @@ class Storage(ReadView):
 
     def note_unsaved(self) -> None:
         """Note that priorities were set, or rows counted as handed out: that is kept before long."""
-
-    def settle_changes(self) -> None:
-        """Have the columns hold every row that was changed; the lock is held."""
-
-    def before_dump(self) -> None:
-        """Note that a snapshot is about to be made."""
-
-    def captures(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
-        return []
-
-    def block_sums(self) -> Array | None:
-        """Return what tells blocks of slots that have changed from others; None: nothing does."""
-        return None
-
-    def log_bytes(self) -> bytes:
-        """Return what `log_entries` does as episodes.log keeps it."""
-        return b"".join(entry.pack() for entry in self.log_entries())
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the newest id whose slot may be written to from now on."""

@@ -98,7 +98,8 @@ class Origin:
         """Return where a storage's rows come from; None: from RAM."""
         if storage.manifest is None or storage.path is None:
             return None
-        return cls(storage.path.absolute(), storage.own_seed)
+        seed = storage._own_seed if isinstance(storage, FollowerStorage) else None
+        return cls(storage.path.absolute(), seed)
 
     def in_fork(self) -> Origin:
         """Return what a forked child opens."""
@@ -187,7 +188,7 @@ class FollowerStorage(ReadView):
         disk, settings = disk or ReadingDisk(), settings or Settings(mode="r")
         path = disk.follow_link(local_path(path))
         self._origin = origin or Origin(path, settings.seed)
-        self.own_seed = settings.seed
+        self._own_seed = settings.seed
         self._tail: LiveTail | None = None
         self._entries: list[LogEntry] = []
         self._log_length = 0
@@ -261,7 +262,7 @@ class FollowerStorage(ReadView):
     def _description_of(self, manifest: Manifest) -> Description:
         """Return what expstore.json says, but with the reader's own seed, if it has one."""
         found = Description.of(manifest)
-        return found if self.own_seed is None else dataclasses.replace(found, seed=self.own_seed)
+        return found if self._own_seed is None else dataclasses.replace(found, seed=self._own_seed)
 
     def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
         schema, known = self.manifest.schema, self.schema
@@ -535,7 +536,7 @@ class FollowerStorage(ReadView):
 
     def draw_stream(self) -> int:
         """Return the second word of the key of this object's draws: 1 with a seed of its own, else chance."""
-        if self.own_seed is not None and not self._origin.copied:
+        if self._own_seed is not None and not self._origin.copied:
             return 1
         return int.from_bytes(os.urandom(8), "little")
 

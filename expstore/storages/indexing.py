@@ -57,12 +57,13 @@ def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
     """Return which dims of a batch make the rows of a storage; `dim` is time, by default the last of them."""
     from expstore.data.containers import Layout
 
+    traits = storage.row_traits
     return Layout(
         all_dims=storage.description.flatten,
         ndim=storage.ndim,
         dim=storage.ndim - 1 if dim is None else dim,
-        objects=storage.object_rows,
-        typed=storage.keeps_variable and not storage.keeps_objects,
+        objects=traits.whole,
+        typed=traits.variable and not traits.objects,
     )
 
 
@@ -272,7 +273,7 @@ def put(storage: Storage, index: Any, data: Any) -> None:
     index = _plain(index)
     single = not isinstance(index, (slice, tuple)) and np.ndim(index) == 0
     with storage.lock:
-        storage.check_writable()
+        storage.writer()
         batch = take(data, layout_of(storage, 0), single=single)
         if _is_next(storage, index, batch):
             _append(storage, batch)
@@ -313,7 +314,7 @@ def append(storage: Storage, data: Any) -> None:
     from expstore.data.containers import take
 
     with storage.lock:
-        storage.check_writable()
+        storage.writer()
         _append(storage, take(data, layout_of(storage, 0)))
 
 
@@ -368,8 +369,7 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
 
     if storage.schema is None:
         schema = Schema.infer(batch.signature(), batch.form)
-        storage.prepare(schema, storage.resolve_keys(schema), batch.dims)
-        storage.row_class = batch.kind
+        storage.prepare(schema, storage.resolve_keys(schema), batch.dims, row_class=batch.kind)
         return storage.require_schema()
     check_form(batch, storage.schema)
     storage.geometry.check_dims(batch.dims)

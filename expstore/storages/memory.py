@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from expstore.core.values import Array, IntArray, Key, Window, cut_run
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
 from expstore.storages.columns.sample_counts import Sampled
@@ -27,8 +27,9 @@ from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
 from expstore.storages.new_field import Coming
 from expstore.storages.row_state import EpisodeList, RowState
+from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.portable_storage import PortableStorage
-from expstore.storages.snapshots.restore import Arrival, ContentLike, read_content
+from expstore.storages.snapshots.restore import Arrival, ContentLike
 
 if TYPE_CHECKING:
     from expstore.storages.columns.object_cells import Cells
@@ -54,8 +55,7 @@ class MemoryStorage(PortableStorage):
     """
 
     kind = "memory"
-    keeps_variable = True
-    keeps_objects = True
+    row_traits = RowTraits(variable=True, objects=True)
 
     def __init__(
         self, capacity: int | None = None, *, seed: int = 0, ndim: int = 1, flatten: bool = False
@@ -67,7 +67,7 @@ class MemoryStorage(PortableStorage):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Let a copy, here or in another process, have the whole content and go on by itself."""
-        traits = {name: getattr(self, name) for name in ("device", "stack_dim", "row_class")}
+        traits = {name: getattr(self, name) for name in ("device", "row_traits")}
         return _copy, (type(self), self.capacity, self.seed, self.ndim, traits, self.state_dict())
 
     def _create(self, schema: Schema, keys: Keys) -> None:
@@ -82,6 +82,11 @@ class MemoryStorage(PortableStorage):
         return ring.with_slots(round_up(-(-ring.capacity // 8), ring.lanes), 0)
 
     @property
+    def snapshots(self) -> _Snapshots:
+        """What gives the content to snapshots, and replaces it."""
+        return _Snapshots(self, self._check_hooks)
+
+    @property
     def fields(self) -> _Fields:
         """What adds and drops fields."""
         return _Fields(self)
@@ -89,7 +94,7 @@ class MemoryStorage(PortableStorage):
     def _add_field(self, coming: Coming) -> None:
         with self._reshaping.act():
             with self.lock:
-                self.check_writable()
+                self.writer()
                 check_coming(self, coming.entry)
                 known = self.require_schema()
                 schema = known.grown(coming.entry, coming.default)
@@ -99,7 +104,7 @@ class MemoryStorage(PortableStorage):
             filler = Filler(self, coming, column)
             filler.run_ahead()
             with self.lock:
-                self.check_writable()
+                self.writer()
                 if self.schema is not known:
                     raise StateError("the storage has other fields by now", hint="add the field again")
                 column.reach(len(self._columns[0]))
@@ -111,7 +116,7 @@ class MemoryStorage(PortableStorage):
 
     def _drop_field(self, key: Key, specs: str) -> None:
         with self._reshaping.act(), self.lock:
-            self.check_writable()
+            self.writer()
             check_going(self, key)
             place, schema = self.place_of(key), self.require_schema().without(key)
             rest = places_without(len(self._columns), place)
@@ -154,13 +159,7 @@ class MemoryStorage(PortableStorage):
                 elif column.dtype.hasobject:
                     column[:last] = None
 
-    def load_version(self, folder: Path) -> None:
-        """Put the content of the version in a folder in the place of what there is."""
-        self.check_writable()
-        self.load_content(read_content(self.disk, folder))
-
-    def load_content(self, content: ContentLike) -> None:
-        """Put a content in the place of what there is: all of it, or nothing."""
+    def _replace_content(self, content: ContentLike) -> None:
         with self.lock:
             self.hold.wait()
             arrival = Arrival.of(content, self)
@@ -233,9 +232,9 @@ class MemoryStorage(PortableStorage):
         self.hold.wait()
         slots = self.geometry.slot_of(ids)
         with self._changing(slots):
+            kept = [*self._columns, self.priorities.values]
             for place, values in zip(places, columns, strict=True):
-                is_priority = place == self.priority_place
-                _put(self.priorities.values if is_priority else self._columns[place], slots, values)
+                _put(kept[place], slots, values)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
@@ -309,6 +308,17 @@ class _Fields:
     def drop(self, key: Key, specs: str) -> None:
         """Have one field less: all of it goes, or nothing."""
         self._storage._drop_field(key, specs)
+
+
+class _Snapshots(ContentAccess):
+    """Give the content of a storage in RAM, and replace it: all of it, or nothing."""
+
+    __slots__ = ()
+    _storage: MemoryStorage
+
+    def adopt(self, content: ContentLike) -> None:
+        """Replace the content by another one."""
+        self._storage._replace_content(content)
 
 
 class _Column:

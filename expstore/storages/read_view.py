@@ -23,7 +23,7 @@ from expstore.episodes.table import EpisodeTable
 from expstore.errors import SchemaError, StateError
 from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import Keys, find_keys
-from expstore.schema.row_fields import ROW_FIELDS
+from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import Priorities
 from expstore.storages.description import Description
@@ -68,18 +68,8 @@ class ReadView(ABC):
     kind = "abstract"
     #: Whether another process writes the rows, which no lock of this object stops.
     follows = False
-    #: Whether rows may be of no fixed size.
-    keeps_variable = False
-    #: Whether fields may hold any Python object; otherwise values become columns of Arrow.
-    keeps_objects = False
-    #: Whether a row is one object, in the field `("_data",)`, and not a set of tensors.
-    object_rows = False
-    #: The dim along which rows that are TensorDicts of any shapes are stacked; None: they are not.
-    stack_dim: int | None = None
-    #: The tensorclass that rows came in, if it is known.
-    row_class: type | None = None
-    #: The reader's own key of draws; None: the store's.
-    own_seed: int | None = None
+    #: What rows may be, and how they are put together.
+    row_traits = RowTraits()
     #: Where rows are handed out, though they lie in host memory; None: CPU.
     device: torch.device | None = None
     #: The store's folder; None: rows are in RAM.
@@ -192,12 +182,6 @@ class ReadView(ABC):
     def resolve_keys(self, schema: Schema) -> Keys:
         """Find the fields that say what a row is to its episode."""
         return find_keys(schema) if self.manifest is None else self.manifest.find_keys(schema)
-
-    @property
-    def priority_place(self) -> int:
-        """Where `views` finds the priorities."""
-        schema = self.schema
-        return (len(schema.fields) if schema else 0) + len(ROW_FIELDS) - 1
 
     # -- what can be read --------------------------------------------------------------------------
 
@@ -369,10 +353,6 @@ class ReadView(ABC):
         Raises:
             StateError: It is closed, or nothing can be written here; the message says why.
         """
-
-    def check_writable(self) -> None:
-        """Raise StateError unless rows can be written."""
-        self.writer()
 
     @property
     def can_write(self) -> bool:

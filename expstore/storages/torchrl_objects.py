@@ -7,6 +7,7 @@ are; it never looks into them, and never copies one.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from expstore.core.values import key_name
@@ -43,7 +44,7 @@ class ListStorage(MemoryStorage):
         >>> rb.extend(["a", "longer text", {"any": "thing"}])
     """
 
-    object_rows = True
+    row_traits = replace(MemoryStorage.row_traits, whole=True)
 
     def __init__(
         self,
@@ -100,4 +101,4 @@ class LazyStackStorage(ListStorage):
         seed: int | None = None,
     ) -> None:
         super().__init__(max_size, compilable=compilable, device=device, seed=seed)
-        self.stack_dim = operator.index(stack_dim)
+        self.row_traits = replace(self.row_traits, stack_dim=operator.index(stack_dim))

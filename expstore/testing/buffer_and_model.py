@@ -237,7 +237,7 @@ class Life:
             with raises(NoRowError, what="the index of the row that is to come"):
                 storage.geometry.ids_at(np.array([model.index_of(model.last + 1)]), storage.window)
         fields = len(storage.require_schema().fields)
-        places = [fields, fields + 1, fields + 2, storage.priority_place]
+        places = [fields, fields + 1, fields + 2, fields + 4]
         views = [np.concatenate(parts) for parts in storage.views(places, int(ids[0]), ids.size)]
         same(views[0], ids, "_row.id")
         same(views[1], np.array([row.episode for row in rows], np.int64), "_row.episode")

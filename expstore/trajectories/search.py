@@ -59,7 +59,7 @@ def find_trajectories(
     check_predicate(predicate)
     if not len(storage):
         return []
-    if storage.object_rows:
+    if storage.row_traits.whole:
         found = _among_objects(storage, transform, predicate, trajectory_key)
     else:
         found = _among_rows(storage, transform, predicate, trajectory_key)

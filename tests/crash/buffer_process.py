@@ -220,7 +220,7 @@ def _look(rb: Any) -> dict[str, Any]:
         found["names"] = {field.key for field in kept.schema.fields}
     if ids.size:
         own = len(kept.require_schema().fields)
-        places = [own, own + 1, own + 2, kept.priority_place]
+        places = [own, own + 1, own + 2, own + 4]
         if kept.path is not None:
             columns = kept.read(ids, places)
         else:

@@ -60,7 +60,7 @@ def columns_of(ids: np.ndarray, version: int = 0) -> list[Any]:
 
 def put(storage: Storage, count: int) -> np.ndarray:
     with storage.lock:
-        storage.check_writable()
+        storage.writer()
         ids = np.arange(storage.last + 1, storage.last + 1 + count)
         RoundRobinWriter().write(storage, columns_of(ids), Steps(count), source=None, info="")
     return ids

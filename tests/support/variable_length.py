@@ -8,6 +8,7 @@ import torch
 from tensordict import NonTensorStack, TensorDict, is_non_tensor
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.schema.row_traits import RowTraits
 from expstore.storages.memory import MemoryStorage
 
 __all__ = ["TypedMemory", "buffer", "jagged", "plain", "rollouts"]
@@ -16,7 +17,7 @@ __all__ = ["TypedMemory", "buffer", "jagged", "plain", "rollouts"]
 class TypedMemory(MemoryStorage):
     """Rows in RAM whose values have types, as those of a store on disk have."""
 
-    keeps_objects = False
+    row_traits = RowTraits(variable=True)
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:

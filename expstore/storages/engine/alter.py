@@ -63,7 +63,7 @@ class StoredFields:
         self._refuse_archive(coming.entry.key)
         with self._engine.reshaping.act(), self._tidying():
             with store.lock:
-                store.check_writable()
+                store.writer()
                 check_coming(store, coming.entry)
                 schema = store.require_schema().grown(coming.entry, coming.default)
                 refuse_objects(schema)
@@ -76,7 +76,7 @@ class StoredFields:
                     filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
                 with store.lock:
-                    store.check_writable()
+                    store.writer()
                     if store.require_schema() is not building.schema:
                         raise StateError("the store has other fields by now", hint="add the field again")
                     with health.guarding():
@@ -111,7 +111,7 @@ class StoredFields:
         store, engine = self._store, self._engine
         self._refuse_archive(key)
         with engine.reshaping.act(), self._tidying(), store.lock:
-            store.check_writable()
+            store.writer()
             check_going(store, key)
             schema = store.require_schema().without(key)
             place = store.place_of(key)

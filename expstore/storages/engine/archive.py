@@ -222,7 +222,7 @@ class Archive:
         """
         storage = self.storage
         with storage.lock:
-            storage.check_writable()
+            storage.writer()
             self._look()  # a failure may have had its journal read again
             if int(left.ids[0]) <= self.through:
                 raise StateError(f"{storage.path} has rows up to {self.through} by now", hint="try again")
@@ -266,7 +266,7 @@ class Archive:
         over = [episode for episode in known if episode not in still_open]
         if over:
             with storage.lock:
-                storage.check_writable()
+                storage.writer()
                 storage.annotate(End(now_us(), episodes=tuple(over)))
 
     def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
@@ -292,7 +292,7 @@ class Archive:
         """
         through, content = self.through, self._content
         if through > self.settled:
-            self.storage.check_writable()
+            self.storage.writer()
             self.storage.sync()
             if content == self.storage.epochs.content:
                 self.settled = through
@@ -321,7 +321,7 @@ class Archive:
             StateError: The ring is an older copy of the one whose rows are here.
         """
         storage, last = self.storage, window.last
-        storage.check_writable()
+        storage.writer()
         self._look()
         meta = dict(storage.manifest.meta)
         pending = meta.pop(_PENDING, None)
@@ -352,7 +352,7 @@ class Archive:
 
     def _note(self, meta: dict[str, object]) -> None:
         with self.storage.lock:
-            self.storage.check_writable()
+            self.storage.writer()
             engine = self.storage.engine
             if meta != engine.manifest.meta:
                 engine.save(engine.manifest.replace(meta=meta))

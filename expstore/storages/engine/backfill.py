@@ -153,7 +153,7 @@ def check_coming(storage: ReadView, entry: Field) -> None:
         StateError: No rows have come yet, or rows are objects.
     """
     schema, name = storage.require_schema(), key_name(entry.key)
-    if storage.object_rows:
+    if storage.row_traits.whole:
         raise StateError(
             f"a {type(storage).__name__} keeps rows as they are, without fields to which one could be added"
         )

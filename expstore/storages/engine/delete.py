@@ -67,7 +67,7 @@ class Deletion:
         """
         store, engine = self._store, self._engine
         with store.lock:
-            store.check_writable()
+            store.writer()
             if policy and store.capacity is not None:
                 raise StateError(
                     f"{engine.path} keeps its last {store.capacity} rows, and no policy says otherwise",
@@ -108,7 +108,7 @@ class Deletion:
         """
         store = self._store
         with store.lock:
-            store.check_writable()
+            store.writer()
             if store.geometry.slots is not None:
                 raise StateError(f"{store.path} is a ring, whose rows leave by age")
             store.hold.wait()  # a snapshot may lack them yet
@@ -124,7 +124,7 @@ class Deletion:
         """Delete rows of a store that grows, for good; see `delete`."""
         store, engine = self._store, self._engine
         with store.lock:
-            store.check_writable()
+            store.writer()
             if engine.is_behind:
                 engine.checkpoint()  # else a power cut could have these ids given again
             try:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,10 +29,10 @@ from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
+from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.batch import Payload
-from expstore.storages.columns.capture import Capture
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.payload import payload_parts
@@ -48,6 +48,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
 from expstore.storages.engine.process_exit import Departure, register, unregister
 from expstore.storages.engine.replace import Updates
+from expstore.storages.engine.store_snapshots import StoreSnapshots
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
@@ -57,14 +58,6 @@ from expstore.storages.read_view import closed_error
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.create import dump as make_snapshot
-from expstore.storages.snapshots.resize import Progress, resized
-from expstore.storages.snapshots.restore import (
-    Arrival,
-    ContentLike,
-    build_load,
-    commit_load,
-    read_content,
-)
 
 __all__ = ["Store"]
 
@@ -117,7 +110,7 @@ class Store(Storage):
         disk = disk or Disk()
         path = disk.follow_link(local_path(path))
         self.kind = settings.storage or "zarr"
-        self.keeps_variable = self.kind == "arrow"
+        self.row_traits = RowTraits(variable=self.kind == "arrow")
         durable = settings.durability == "sync"
         lock_file, manifest = enter(disk, path, capacity, settings, self.kind)
         super().__init__(
@@ -240,6 +233,11 @@ class Store(Storage):
         """What deletes episodes of a store that grows."""
         return Deletion(self)
 
+    @property
+    def snapshots(self) -> StoreSnapshots:
+        """What gives the content to snapshots, and replaces it."""
+        return StoreSnapshots(self, check=self._check_hooks, updates=self._updates, reopen=self._reopen)
+
     def archived(self) -> Storage | None:
         """Return where rows are that have left; None: nowhere."""
         archive = self.engine.archive
@@ -258,7 +256,7 @@ class Store(Storage):
         self.writer()
         if ring.lanes > 1:
             ring.check_steps(rows.first_id, rows.count)
-        if self.keeps_variable:
+        if self.row_traits.variable:
             self._make_room_for_variable(rows)
         if engine.archive is not None and ring.capacity is not None and rows.count > ring.capacity:
             self._write_past_ring(rows, engine.archive, rows.count - ring.capacity)
@@ -445,13 +443,16 @@ class Store(Storage):
 
     # -- the first rows ------------------------------------------------------------------------------
 
-    def prepare(self, schema: Schema, keys: Keys, dims: tuple[int, ...] = ()) -> None:
+    def prepare(
+        self, schema: Schema, keys: Keys, dims: tuple[int, ...] = (), *, row_class: type | None = None
+    ) -> None:
         """Fix the fields, once, when the first rows come; on the disk when this returns.
 
         Args:
             schema: The fields.
             keys: Which of them say what a row is.
             dims: Sizes of a batch's dims beyond the first, where these are rows too.
+            row_class: The tensorclass that the rows came in, if they did.
 
         Raises:
             SchemaError: The fields are not those of the specs, or none that this storage keeps.
@@ -461,11 +462,11 @@ class Store(Storage):
         engine = self.engine
         if engine.archive is not None:
             engine.archive.check_fields(schema)
-        self.check_writable()
+        self.writer()
         refuse_objects(schema)
         engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
         with engine.health.guarding():
-            super().prepare(schema, keys, dims)
+            super().prepare(schema, keys, dims, row_class=row_class)
 
     def check_fields(self, schema: Schema) -> None:
         """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
@@ -540,10 +541,6 @@ class Store(Storage):
         self.hold.wait()
         self._updates.change(ids, places, columns, replaces=replaces)
 
-    def settle_changes(self) -> None:
-        """Have the columns hold every row that was changed; the lock is held."""
-        self._updates.settle()
-
     def _annotate(self, change: LogEntry | End | Resume) -> None:
         engine, state = self.engine, self._state
         kinds = {LogEntry: Kind.ANNOTATE, End: Kind.END, Resume: Kind.RESUME}
@@ -600,11 +597,6 @@ class Store(Storage):
             )
         if self.engine.archive is not None:
             raise no_ranking(self.path)
-
-    def set_draws(self, draw: int, progress: Sequence[int]) -> None:
-        """Continue with another draw, possibly an earlier one; on the disk when this returns."""
-        super().set_draws(draw, progress)
-        self.sync()
 
     def note_unsaved(self) -> None:
         """Note that priorities were set, or rows counted as handed out: a checkpoint follows before long."""
@@ -685,7 +677,7 @@ class Store(Storage):
             CorruptionError: The snapshot is damaged.
             StateError: The storage is closed.
         """
-        self.load_version(find_version(self.disk, local_path(path), version))
+        self.snapshots.restore(find_version(self.disk, local_path(path), version))
         self.holders.tell(self)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
@@ -700,98 +692,13 @@ class Store(Storage):
         """Do as `loads`."""
         self.loads(path, version)
 
-    def log_bytes(self) -> bytes:
-        """Return all of episodes.log."""
-        with self.locks.episodes:
-            log = self._state.log
-            log.flush()
-            file, length = log.file, log.length
-        return file.read(0, length)
-
-    def captures(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
-        if self._state.columns is None:
-            return []
-        self.drain()
-        return self._state.columns.capture(low)
-
-    def block_sums(self) -> Array | None:
-        """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
-        return self.engine.block_sums()
-
-    def load_version(self, folder: Path) -> None:
-        """Put the content of the snapshot in a folder in the place of what there is.
-
-        Crashes: the store has its former content until the new one is complete, and that one then.
-        """
-        self.load_content(read_content(self.disk, folder))
-
-    def load_content(self, content: ContentLike) -> None:
-        """Put a content from elsewhere in the place of what there is, as `load_version` does.
-
-        Rows that it takes the place of do not go to the archive; those that had left before do.
-
-        Raises:
-            StateError: Its rows could not go to this store's archive.
-        """
-        if self.engine.archive is not None:
-            self.engine.archive.check_content(content.manifest)
-        with self.lock:
-            self._finish_writes(keeps=self.capacity)
-            columns = self._state.columns
-            # Others may read by former slots, for which there must be a place then.
-            self._take_arrival(Arrival.of(content, self), ready=0 if columns is None else columns.ready)
-
-    def resize(self, capacity: int | None, progress: Progress | None = None) -> None:
-        """Have another capacity; rows that do not fit are given up, the oldest first, or the worst.
-
-        Nobody may draw from it meanwhile, or hold numbers of rows afterwards: rows keep their ids, and get
-        other indices. Crashes: as of a load.
-
-        Args:
-            capacity: Most readable rows; None: it grows without bound.
-            progress: Is told bytes done and bytes in all.
-
-        Raises:
-            SchemaError: Fields were to be packed in chunks that do not fit.
-        """
-        with self.lock:
-            self._finish_writes(keeps=capacity)
-            self._take_arrival(resized(self, capacity, progress), ready=0)
-
-    def _finish_writes(self, *, keeps: int | None) -> None:
-        """Have all rows in the columns, and those that go in the archive, before another content comes.
-
-        Args:
-            keeps: How many of the rows stay at most; None: all.
-        """
+    def _reopen(self, change: Callable[[], None]) -> None:
+        """Open the store again after `change` has put other files in its folder."""
         engine = self.engine
-        self.check_writable()
-        self.hold.wait()
-        self.settle_changes()
-        engine.write_values()
-        if self._state.write_keys.waiting:
-            self.sync()  # the journal that has them goes
-        if engine.archive is not None:
-            engine.archive.copy_all_but(keeps)
-
-    def _take_arrival(self, arrival: Arrival, *, ready: int) -> None:
-        """Put a content in the place of what there is: it is built under another name, and renamed.
-
-        Args:
-            arrival: The content.
-            ready: So many slots have a place then.
-        """
-        engine = self.engine
-        build_load(self, engine.path, arrival, sequence=self._state.journal.sequence, ready=ready)
-        recovered = self.counters.recovered
-        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting:
-            with self._changing():
-                commit_load(self.disk, engine.path)
-                with engine.health.guarding():
-                    self._open(first=True)
-        self.counters.recovered = recovered
-        self.priorities.note_set()
+        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting, self._changing():
+            change()
+            with engine.health.guarding():
+                self._open(first=True)
 
     @contextlib.contextmanager
     def _changing(self, slots: IntArray | None = None) -> Iterator[None]:
@@ -876,7 +783,7 @@ class Store(Storage):
         if self._closed or not self.engine.lock_file.held:
             return
         try:
-            self.check_writable()
+            self.writer()
             end_sessions(self, [self.episodes.session])
             if (catalog := self.index.catalog) is not None:
                 catalog.close()

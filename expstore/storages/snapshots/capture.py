@@ -154,8 +154,8 @@ def frozen(storage: Storage) -> Iterator[Frozen]:
     with storage.hold.turn():
         storage.sync()
         with storage.lock:
-            storage.check_writable()
-            storage.settle_changes()
+            storage.writer()
+            storage.snapshots.settle()
             state = _freeze(storage)
             storage.hold.move(state.window.low + 1)
         yield state
@@ -167,7 +167,7 @@ def _freeze(storage: Storage) -> Frozen:
     captures: list[Capture] = []
     if storage.schema is not None:
         places = range(len(storage.schema.fields) + len(ROW_FIELDS))
-        captures = storage.captures(window.low)
+        captures = storage.snapshots.captures(window.low)
         apart = {place for capture in captures for place in capture.places}
         flat = [place for place in places if place not in apart]
         found = dict(zip(flat, storage.views(flat, window.low + 1, window.size), strict=True))
@@ -187,8 +187,8 @@ def _freeze(storage: Storage) -> Frozen:
         columns=columns,
         captures=captures,
         counted=sampled is not None,
-        log=storage.log_bytes(),
+        log=storage.snapshots.log_bytes(),
         episodes=np.unique(live[0]).size,
-        sums=storage.block_sums(),
+        sums=storage.snapshots.block_sums(),
         hold=storage.hold,
     )

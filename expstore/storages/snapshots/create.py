@@ -94,9 +94,9 @@ def dump(
         raise ValueError(f"keep must be at least 1, got {keep}")
     if tag is not None:
         check_tag(tag)
-    storage.check_writable()
+    storage.writer()
     _refuse_objects(storage)
-    storage.before_dump()
+    storage.snapshots.prepare()
     disk, place = storage.disk, local_path(path)
     _make_place(disk, place)
     with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
@@ -146,9 +146,9 @@ def _refuse_objects(storage: Storage) -> None:
             hint="state_dict() keeps them",
         )
     if schema is not None and schema.objects:
-        field = f"field {key_name(schema.objects[0])!r}"
+        what = "the storage" if storage.row_traits.whole else f"field {key_name(schema.objects[0])!r}"
         raise SnapshotError(
-            f"{'the storage' if storage.object_rows else field} holds objects, for which files have no form",
+            f"{what} holds objects, for which files have no form",
             hint="make tensors of them, or save them yourself",
         )
 

@@ -15,8 +15,8 @@ from expstore.disk.local_path import local_path
 from expstore.errors import SnapshotError
 from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.catalog import Version, find_version
+from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
-from expstore.storages.snapshots.restore import ContentLike
 from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
 
 __all__ = ["PortableStorage"]
@@ -63,8 +63,8 @@ class PortableStorage(Storage):
             SchemaError: This storage has other fields, or that is no such state.
             CorruptionError: What the state says of the storage is damaged.
         """
-        self.check_writable()
-        self.load_content(read_state(state_dict, self._load_hooks))
+        self.writer()
+        self.snapshots.adopt(read_state(state_dict, self._load_hooks))
         self.holders.tell(self)
 
     def register_save_hook(self, hook: Hook) -> None:
@@ -86,12 +86,12 @@ class PortableStorage(Storage):
         """
         self._load_hooks = (*self._load_hooks, hook)
 
-    def before_dump(self) -> None:
-        """Show hooks the rows of which a version is made.
+    @property
+    @abstractmethod
+    def snapshots(self) -> ContentAccess:
+        """What gives the content to snapshots, and replaces it."""
 
-        Raises:
-            SnapshotError: A hook returned something else.
-        """
+    def _check_hooks(self) -> None:
         if self._save_hooks and changed_by(self, self._save_hooks):
             raise SnapshotError(
                 "a save hook has changed the rows, and versions hold them as they are",
@@ -129,7 +129,7 @@ class PortableStorage(Storage):
             CorruptionError: The snapshot is damaged.
             StateError: The storage is closed.
         """
-        self.load_version(find_version(self.disk, local_path(path), version))
+        self.snapshots.restore(find_version(self.disk, local_path(path), version))
         self.holders.tell(self)
 
     def dump(self, path: str | Path, *, keep: int = 5) -> Version:
@@ -143,7 +143,3 @@ class PortableStorage(Storage):
     def load(self, path: str | Path, version: int | str | None = None) -> None:
         """Do as `loads`."""
         self.loads(path, version)
-
-    @abstractmethod
-    def load_content(self, content: ContentLike) -> None:
-        """Put a content in the place of what there is."""

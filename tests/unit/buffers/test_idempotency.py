@@ -339,7 +339,7 @@ def test_keys_stay_where_another_content_comes(tmp_path: Path) -> None:
     assert rb.extend(numbered_rows(4), idempotency_key="b", return_ids=True).tolist() == [5, 6, 7, 8]
     assert len(rb) == 4
     rb.extend(numbered_rows(2), idempotency_key="c")
-    rb.storage.resize(30)
+    rb.storage.snapshots.resize(30)
     for key, count in (("a", 4), ("b", 4), ("c", 2)):
         assert len(rb.extend(numbered_rows(count), idempotency_key=key)) == count
     assert len(rb) == 6

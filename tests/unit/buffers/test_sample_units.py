@@ -189,7 +189,7 @@ def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int
             rb.extend(trajectory_rows(2, 3, first), source="b")
         expected = [rb.sample() for _ in range(12)]
         assert {"id", "anchor_id", "anchor_index"} <= set(expected[0].keys())
-        rb.storage.set_draws(0, rb.storage.draws.progress)
+        rb.storage.draws.set(0, rb.storage.draws.progress)
     with opened(prefetch) as rb:
         for batch in expected:
             assert (rb.sample() == batch).all()

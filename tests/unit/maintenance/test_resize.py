@@ -287,7 +287,7 @@ def test_the_next_batches_are_those_that_would_have_come(tmp_path: Path, new: in
     fill(path, 130, "flat")
     with buffer(path) as rb:
         wanted = [rb.sample()["number"].tolist() for _ in range(3)]
-        rb.storage.set_draws(3, NO_PROGRESS)
+        rb.storage.draws.set(3, NO_PROGRESS)
     expstore.resize(path, capacity=new)
     with buffer(path) as rb:
         assert [rb.sample()["number"].tolist() for _ in range(3)] == wanted

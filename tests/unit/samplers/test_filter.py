@@ -405,7 +405,7 @@ def test_a_restart_goes_on_with_the_batch_that_would_have_come(store_path: Path)
     again = RandomSampler(where="kind = 2")
     with on_disk(store_path, again) as rb:
         rb.sample()
-        rb.storage.set_draws(1, rb.storage.draws.progress)
+        rb.storage.draws.set(1, rb.storage.draws.progress)
         assert [rb.sample()["number"].tolist() for _ in range(2)] == batches[1:]
 
 

@@ -178,6 +178,6 @@ def test_a_restart_goes_on_with_the_next_batch(store_path: Path) -> None:
         rb.extend(trajectory_rows(1, 2, 40), source="w1")
         draw = rb.storage.draws.number
         expected = [rb.sample()["x"].tolist() for _ in range(20)]
-        rb.storage.set_draws(draw, rb.storage.draws.progress)
+        rb.storage.draws.set(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert [rb.sample()["x"].tolist() for _ in range(20)] == expected

@@ -360,7 +360,7 @@ def test_a_restart_and_a_reader_draw_what_would_have_come(store_path: Path) -> N
                 rb.sample()  # so that it follows what comes
         draw = rb.storage.draws.number
         expected = batches(rb)
-        rb.storage.set_draws(draw, rb.storage.draws.progress)
+        rb.storage.draws.set(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert batches(rb) == expected
 

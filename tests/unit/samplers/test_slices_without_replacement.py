@@ -151,7 +151,7 @@ def test_a_restart_goes_on_within_the_pass(store_path: Path, stop: str) -> None:
         for trajectory in range(7):
             rb.extend(trajectory_rows(trajectory, 4))
         expected = [rb.sample()["x"].tolist() for _ in range(11)]
-        rb.storage.set_draws(0, (0, 0, 0, 0))
+        rb.storage.draws.set(0, (0, 0, 0, 0))
     with opened() as rb:
         assert [rb.sample()["x"].tolist() for _ in range(5)] == expected[:5]
         if stop == "forget":

@@ -250,7 +250,7 @@ def test_after_a_refresh_batches_follow_from_the_rows_alone(store_path: Path, by
             rb.sample()
         draw = rb.storage.draws.number
         expected = batches(rb)
-        rb.storage.set_draws(draw, rb.storage.draws.progress)
+        rb.storage.draws.set(draw, rb.storage.draws.progress)
     with opened() as rb:
         assert batches(rb) == expected
 

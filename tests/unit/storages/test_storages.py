@@ -81,7 +81,7 @@ def values_of(ids: np.ndarray, version: np.ndarray | int = 0) -> list[np.ndarray
 
 def put(storage: Storage, count: int) -> np.ndarray:
     with storage.lock:
-        storage.check_writable()
+        storage.writer()
         ids = np.arange(storage.last + 1, storage.last + 1 + count)
         columns = [np.ascontiguousarray(column) for column in values_of(ids)]
         steps = Steps(count, terminated=columns[3].reshape(-1))
@@ -628,7 +628,7 @@ def test_an_interrupted_publish_is_taken_from_the_journal(
         storage.sync()  # as the background thread does meanwhile
         assert storage.last == expected
         expected += count
-        storage.check_writable()
+        storage.writer()
         assert storage.last == expected, "the record was not read again"
         put(storage, 2)
         expected += 2
@@ -724,7 +724,7 @@ def test_no_mark_covers_a_change_whose_bytes_are_not_written(tmp_path: Path) -> 
     records = read_journal(Disk(), tmp_path / "run.exp" / "journal")
     redo = next(record.sequence for record in records if record.kind is Kind.REDO)
     assert all(Mark.unpack(r.body).sequence < redo for r in records if r.kind is Kind.MARK)
-    storage.check_writable()  # reads the journal again
+    storage.writer()  # reads the journal again
     check(storage, ids, 1)
     storage.change(ids[:2], [1], [ids[:2]])
     storage.sync()

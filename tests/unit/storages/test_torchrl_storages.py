@@ -74,9 +74,9 @@ def test_sizes(kind: Callable[..., Storage], size: Any) -> None:
 @pytest.mark.parametrize("kind", [ListStorage, LazyStackStorage])
 def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
     assert (kind().max_size, kind().capacity) == (2**63 - 1, None)
-    assert kind().object_rows
-    assert not LazyTensorStorage(3).object_rows
-    assert (kind(3).stack_dim, LazyStackStorage(3, stack_dim=-1).stack_dim) == (
+    assert kind().row_traits.whole
+    assert not LazyTensorStorage(3).row_traits.whole
+    assert (kind(3).row_traits.stack_dim, LazyStackStorage(3, stack_dim=-1).row_traits.stack_dim) == (
         None if kind is ListStorage else 0,
         -1,
     )

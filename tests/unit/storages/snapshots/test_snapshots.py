@@ -33,6 +33,7 @@ from expstore.errors import (
 )
 from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
+from expstore.schema.row_fields import priority_place
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.snapshot_pin import Hold
 from expstore.storages.snapshots import create, restore
@@ -72,7 +73,7 @@ def inodes(folder: Path) -> dict[str, int]:
 
 def priorities(rb: ReplayBuffer) -> list[float]:
     storage = rb.storage
-    parts = storage.views([storage.priority_place], storage.window.low + 1, len(storage))[0]
+    parts = storage.views([priority_place(storage.require_schema())], storage.window.low + 1, len(storage))[0]
     return [value for part in parts for value in part.tolist()]
 
 

@@ -226,13 +226,13 @@ def test_versions_are_put_back_whatever_the_layouts(
             rb.extend(rows(before, 1000))
         rb.loads(place)
         assert holds(rb, 27, 40)
-        assert bool(rb.storage.captures(0)) == (own == "packed")
+        assert bool(rb.storage.snapshots.captures(0)) == (own == "packed")
         rb.extend(rows(25, 67))
     for _ in range(2):  # the second time what the first one left
         with make(tmp_path / "target", capacity, LAYOUTS[own]) as rb:
             first = 52 if capacity else 27
             assert holds(rb, first, 92 - first)
-            assert bool(rb.storage.captures(0)) == (own == "packed")
+            assert bool(rb.storage.snapshots.captures(0)) == (own == "packed")
             rb.flush()
     with expstore.open(tmp_path / "target", mode="r") as seen:
         assert holds(seen, first, 92 - first)

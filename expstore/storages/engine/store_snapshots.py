@@ -1,0 +1,141 @@
+"""Give the content of a store to a snapshot, and replace it by another content.
+
+A service of the store. What a restore puts on the disk, and in which order, is in
+`expstore.storages.snapshots.restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from expstore.core.values import Array
+from expstore.storages.columns.capture import Capture
+from expstore.storages.engine.replace import Updates
+from expstore.storages.snapshots.content_access import ContentAccess
+from expstore.storages.snapshots.resize import Progress, resized
+from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
+
+if TYPE_CHECKING:
+    from expstore.storages.engine.store import Store
+
+__all__ = ["StoreSnapshots"]
+
+
+class StoreSnapshots(ContentAccess):
+    """Give the content of a store, and replace it.
+
+    Threads: a replacement holds the store's lock; others may read meanwhile, and see the former content or
+    the new one. Crashes: the store has its former content until the new one is complete, and the new one from
+    then on.
+
+    Args:
+        store: Whose content.
+        check: As of `SnapshotAccess`.
+        updates: What changes its rows.
+        reopen: Opens the store again, after it has called the function that it is given.
+    """
+
+    __slots__ = ("_engine", "_reopen", "_updates")
+    _storage: Store
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        check: Callable[[], None],
+        updates: Updates,
+        reopen: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__(store, check)
+        self._engine, self._updates, self._reopen = store.engine, updates, reopen
+
+    def settle(self) -> None:
+        """Write every row that was changed to the columns; the caller holds the store's lock."""
+        self._updates.settle()
+
+    def captures(self, low: int) -> list[Capture]:
+        """Return the columns as they are now whose rows newer than `low` cannot be viewed."""
+        if self._storage.state.columns is None:
+            return []
+        self._engine.drain()
+        return self._storage.state.require_columns().capture(low)
+
+    def block_sums(self) -> Array | None:
+        """Return an entry of checksums per block; zeros where the block has changed since the last sync."""
+        return self._engine.block_sums()
+
+    def log_bytes(self) -> bytes:
+        """Return all of episodes.log."""
+        with self._engine.locks.episodes:
+            log = self._storage.state.log
+            log.flush()
+            file, length = log.file, log.length
+        return file.read(0, length)
+
+    def adopt(self, content: ContentLike) -> None:
+        """Replace the content.
+
+        Rows of the store that were not archived yet are not archived; rows that had left it before are.
+
+        Raises:
+            StateError: The new rows could not be archived later; or the store is closed or cannot be written.
+            StorageError: The disk failed or is full; the store has its former content.
+        """
+        store, archive = self._storage, self._engine.archive
+        if archive is not None:
+            archive.check_content(content.manifest)
+        with store.lock:
+            self._finish_writes(keeps=store.capacity)
+            columns = store.state.columns
+            # Other processes may read by former slots, so that the new columns must have as many.
+            self._replace(Arrival.of(content, store), ready=0 if columns is None else columns.ready)
+
+    def resize(self, capacity: int | None, progress: Progress | None = None) -> None:
+        """Change the capacity; rows that do not fit are given up, the oldest first, or the worst.
+
+        Do not draw from the store meanwhile, and do not keep indices: rows keep their ids, and get other
+        indices.
+
+        Args:
+            capacity: Most readable rows; None: it grows without bound.
+            progress: Called with bytes done and bytes in all.
+
+        Raises:
+            SchemaError: Fields were to be packed in chunks that do not fit.
+            StorageError: The disk failed or is full; the store has its former content.
+        """
+        store = self._storage
+        with store.lock:
+            self._finish_writes(keeps=capacity)
+            self._replace(resized(store, capacity, progress), ready=0)
+
+    def _finish_writes(self, *, keeps: int | None) -> None:
+        """Write all rows to the columns, and those that will be given up to the archive.
+
+        Args:
+            keeps: How many of the rows stay at most; None: all.
+        """
+        store, engine = self._storage, self._engine
+        store.writer()
+        store.hold.wait()
+        self.settle()
+        engine.write_values()
+        if store.state.write_keys.waiting:
+            store.sync()  # the new content has another journal
+        if engine.archive is not None:
+            engine.archive.copy_all_but(keeps)
+
+    def _replace(self, arrival: Arrival, *, ready: int) -> None:
+        """Build a content in a folder of its own, then rename it.
+
+        Args:
+            arrival: The content.
+            ready: How many slots the new columns have at least.
+        """
+        store, engine = self._storage, self._engine
+        build_load(store, engine.path, arrival, sequence=store.state.journal.sequence, ready=ready)
+        recovered = store.counters.recovered
+        self._reopen(lambda: commit_load(engine.disk, engine.path))
+        store.counters.recovered = recovered
+        store.priorities.note_set()
