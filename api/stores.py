@@ -26,7 +26,6 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.disk.files import ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
-from expstore.schema.schema import Schema
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages.format.manifest import MANIFEST
 from expstore.wire.codec import Codec, Encoder
@@ -160,14 +159,7 @@ class Served:
         Raises:
             StateError: No rows have come yet, so there are no fields.
         """
-        codec = self.codec
-        schema, given = codec.schema, set(names)
-        fields = [
-            entry
-            for entry, name in zip(schema.fields, codec.names, strict=True)
-            if name in given or schema.late.get(entry.key) is None
-        ]
-        return codec if len(fields) == len(schema.fields) else Codec(Schema(fields))
+        return self.codec.having(names)
 
 
 class Stores:

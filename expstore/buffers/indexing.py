@@ -6,7 +6,7 @@ Buffers are built on it. It never draws, and never decides where new rows go.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -19,11 +19,13 @@ from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.sampling import DrawingHandle
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.values import Array, IntArray, Key, Selection, key_name, to_key
-from expstore.data.batch import Batch, Intake
-from expstore.data.containers import Form, form_of, stack, take
+from expstore.data.batch import Batch, Intake, batch_of, tensordict_of
+from expstore.data.containers import Form, Layout, form_of, is_tree, stack, take
+from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.nested_rows import take_rows
 from expstore.data.nested_tensors import to_values
 from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
+from expstore.data.to_arrays import put_entry, to_arrays
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.schema.row_selection import in_shape
@@ -32,6 +34,8 @@ from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
 from expstore.storages.read_view import ReadView, unmoved
 from expstore.transforms import Compose, StepView
+from expstore.wire.codec import Codec
+from expstore.wire.tables import is_table, read_table
 
 __all__ = ["ShapingHandle", "to_array"]
 
@@ -91,17 +95,55 @@ class ShapingHandle(DrawingHandle):
     def _taken(self, data: Any, *, single: bool = False) -> Batch | None:
         """Return what is to be written as columns; None: the transforms say that nothing is."""
         if len(self._transform):
+            if self._has_fields(data):
+                data = tensordict_of(self._to_batch(data, single=single), single=single)
             data = self._transform.inverse(data, single=single)
             if data is None:
                 return None
         return self._to_batch(data, single=single)
 
     def _to_batch(self, data: Any, *, single: bool) -> Batch:
-        batch = None if self._intake is None else self._intake.take(data, single=single)
-        if batch is None:
-            layout = layout_of(self._storage, self._dim_extend)
-            batch = take(data, layout, single=single, skip=self._skipped_keys())
-        return batch
+        intake, batch = self._intake, None
+        if intake is not None:
+            quick = intake.take_arrays if type(data) is dict else intake.take
+            batch = quick(data, single=single)
+        if batch is not None:
+            return batch
+        return self._read_columns(data, layout_of(self._storage, self._dim_extend), single=single)
+
+    def _read_columns(self, data: Any, layout: Layout, *, single: bool) -> Batch:
+        """Return rows of any kind as columns."""
+        skip = self._skipped_keys()
+        if not self._has_fields(data):
+            return take(data, layout, single=single, skip=skip)
+        schema = self._storage.schema
+        if isinstance(data, Mapping):  # no TensorDict, which would be one, too
+            return take_mapping(data, layout, single=single, skip=skip, schema=schema)
+        if single:
+            raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
+        if isinstance(data, list):
+            return take_mappings(data, layout, skip=skip, schema=schema)
+        told, columns = read_table(data, schema, skip=skip)
+        if len(told.batch_size) > 1:
+            built = Codec(told.schema).build(columns, told.batch_size, told.names)
+            return take(built, layout, skip=skip)
+        return batch_of(told.schema, columns)
+
+    def _has_fields(self, data: Any) -> bool:
+        """Return whether these are dicts, or a table of Arrow's, whose names are those of fields.
+
+        Where rows are trees or objects, dicts are kept as such.
+        """
+        if is_table(data):
+            return True
+        first = data[0] if isinstance(data, list) and data else data
+        if is_tensor_collection(first) or not isinstance(first, Mapping) or self._storage.row_traits.whole:
+            return False
+        schema = self._storage.schema
+        return self._dicts_have_fields if schema is None else not is_tree(schema.form)
+
+    #: Whether dicts that come first are rows with fields, as TensorDicts are; otherwise they are trees.
+    _dicts_have_fields = False
 
     def _own_keys(self) -> frozenset[str]:
         """Return root keys that samples carry beside the fields: `extend` does not take them in again."""
@@ -136,12 +178,13 @@ class ShapingHandle(DrawingHandle):
             writer = storage.writer()
             ids, shape = find(storage, index, self.dim_extend)
             if len(self._transform):
+                if self._has_fields(data):
+                    data = tensordict_of(self._to_batch(data, single=shape == ()), single=shape == ())
                 data = self._transform.inverse(data, single=shape == ())
             if data is not None:
                 # As the index has it, not as time and lanes have it.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
-                batch = take(data, layout, single=shape == (), skip=self._skipped_keys())
-                replace_rows(writer, ids, batch)
+                replace_rows(writer, ids, self._read_columns(data, layout, single=shape == ()))
 
     # -- out -------------------------------------------------------------------------------------
 
@@ -153,16 +196,13 @@ class ShapingHandle(DrawingHandle):
         self,
         columns: Sequence[Array],
         size: tuple[int, ...],
-        root: dict[str, torch.Tensor],
-        more: dict[Key, torch.Tensor] | None = None,
+        arrays: dict[str, Array],
+        more: dict[Key, Array] | None = None,
         view: StepView | None = None,
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        fields, known = self._storage.epochs.fields, self._form
-        if known is None or known[0] != fields:
-            known = self._form = fields, form_of(self._storage)
-        form = known[1]
+        form, root = self._current_form(), {name: torch.from_numpy(array) for name, array in arrays.items()}
         if view is None:
             batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
         else:
@@ -175,7 +215,7 @@ class ShapingHandle(DrawingHandle):
             for key, values in ({} if form.keyed else root).items():
                 batch.set(key, along(values, batch))
             for path, flags in (more or {}).items():
-                batch.set(path, flags)
+                batch.set(path, torch.from_numpy(flags))
         if len(self._transform):
             batch = self._transform.finish(batch, numbers)
             if root and isinstance(batch, TensorDictBase):
@@ -183,6 +223,37 @@ class ShapingHandle(DrawingHandle):
         if self._kept_metadata is not None and isinstance(batch, TensorDictBase):
             batch.set("metadata", NonTensorData(self._kept_metadata, batch_size=batch.batch_size))
         return self._placed(batch)
+
+    def _current_form(self) -> Form:
+        """Return how rows of the fields that there are now are put together."""
+        fields, known = self._storage.epochs.fields, self._form
+        if known is None or known[0] != fields:
+            known = self._form = fields, form_of(self._storage)
+        return known[1]
+
+    #: Whether nothing but transforms and collation changes what `_given` puts together.
+    _gives_rows_as_they_are = True
+
+    def _given_arrays(
+        self,
+        columns: Sequence[Array],
+        size: tuple[int, ...],
+        root: dict[str, Array],
+        more: dict[Key, Array] | None = None,
+        view: StepView | None = None,
+        numbers: np.random.Generator | None = None,
+    ) -> Any:
+        """Return rows as `_given` does, as nested dicts of arrays in host memory."""
+        changes = view is not None or len(self._transform) or self._collate_fn is not None
+        if changes or not self._gives_rows_as_they_are:
+            return to_arrays(self._given(columns, size, root, more, view, numbers))
+        batch = self._current_form().arrays(columns, size, root)
+        if isinstance(batch, dict):
+            for key, values in (more or {}).items():
+                put_entry(batch, key, values)
+            if self._kept_metadata is not None:
+                batch["metadata"] = self._kept_metadata
+        return batch
 
     def _collated(self, batch: Any) -> Any:
         if self._collate_fn is not None:
@@ -310,7 +381,7 @@ class ShapingHandle(DrawingHandle):
             batch.names = ["time"]
         return cast(TensorDictBase, batch)
 
-    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
+    def _root(self, selection: Selection) -> dict[str, Array]:
         """Return what a sample carries beside the fields."""
         return {}
 

@@ -11,15 +11,24 @@ import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from expstore.buffers.rng import Turn
 from expstore.core.values import Selection
 
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
+__all__ = ["Batches", "Made", "Prefetcher", "Request"]
 
-__all__ = ["Batches", "Made", "Prefetcher"]
+
+class Request(NamedTuple):
+    """Say what batch is asked for.
+
+    Args:
+        size: How many rows.
+        as_numpy: Whether it is to be of NumPy arrays.
+    """
+
+    size: int
+    as_numpy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class Made:
         changes: What is another value when the batch is none of now: rows were changed in place, say.
     """
 
-    batch: TensorDictBase
+    batch: Any
     selection: Selection
     changes: object
 
@@ -43,7 +52,7 @@ class Batches(Protocol):
     def turn_ahead(self, number: int) -> Turn:
         """Return the turn after `number` others that are not handed out yet."""
 
-    def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
+    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
         """Make a batch, if need be instead of one whose rows have left."""
 
     def stands(self, made: Made | None) -> bool:
@@ -72,40 +81,40 @@ class Prefetcher:
     def __init__(self, count: int) -> None:
         self.count = count
         self._lock = threading.Lock()
-        self._size = 0
+        self._request: Request | None = None
         self._queue: deque[tuple[Turn, Future[Made]]] = deque()
         # One thread: samplers that keep a place must be asked in the order of the batches.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-prefetch")
 
-    def next(self, source: Batches, size: int) -> Made:
-        """Return the next batch, of `size` rows."""
+    def next(self, source: Batches, request: Request) -> Made:
+        """Return the next batch."""
         with self._lock:
             try:
-                if size != self._size or not source.stands(None):
+                if request != self._request or not source.stands(None):
                     self._drop(source)
-                    self._size = size
-                self._fill(source, self.count + 1)
+                    self._request = request
+                self._fill(source, request, self.count + 1)
                 turn, future = self._queue[0]
                 # What failed then may go well now: rows may have come.
                 made = None if future.exception() else future.result()
                 if made is None or not source.stands(made):
                     self._drop(source)
-                    made = source.make(source.turn_ahead(0), size)
+                    made = source.make(source.turn_ahead(0), request)
                 else:
                     self._queue.popleft()
                     if not source.readable(made):
-                        made = source.make(turn, size, made.selection)
+                        made = source.make(turn, request, made.selection)
                 source.hand_out(made)
-                self._fill(source, self.count)
+                self._fill(source, request, self.count)
             except BaseException:
                 self._drop(source)
                 raise
             return made
 
-    def _fill(self, source: Batches, count: int) -> None:
+    def _fill(self, source: Batches, request: Request, count: int) -> None:
         while len(self._queue) < count:
             turn = source.turn_ahead(len(self._queue))
-            self._queue.append((turn, self._pool.submit(source.make, turn, self._size)))
+            self._queue.append((turn, self._pool.submit(source.make, turn, request)))
 
     def _drop(self, source: Batches) -> None:
         futures = [future for _, future in self._queue]

@@ -28,6 +28,7 @@ from expstore.buffers.arguments import (
 from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.buffers.episodes import remote_session
 from expstore.buffers.indexing import ShapingHandle, to_array
+from expstore.buffers.prefetch import Request
 from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import Turn
 from expstore.buffers.sample_units import SampleUnit, check_unit
@@ -238,8 +239,12 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
         """Return rows' numbers as users know them: one for each dim that makes rows."""
+        return torch.from_numpy(numbers if flat else self._unraveled(numbers))
+
+    def _unraveled(self, numbers: IntArray) -> IntArray:
+        """Return one number for each dim that makes rows. Shape `(n,)`, or `(n, ndim)`."""
         geometry = self._storage.geometry
-        return torch.from_numpy(numbers if flat or geometry.ndim == 1 else geometry.unravel(numbers))
+        return numbers if geometry.ndim == 1 else geometry.unravel(numbers)
 
     def _append(
         self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
@@ -290,7 +295,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
         """Return the priorities that come with new rows. Shape `(n,)`."""
         return None
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool = False
+    ) -> Any:
         """Draw a batch.
 
         Draw number k is the same whatever happened before it, so a restart goes on with the batches
@@ -300,26 +307,32 @@ class ReplayBuffer(Patching, LateFields, Direct):
             batch_size: How many rows; None: the buffer's.
             return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
                 what the sampler has to say (`priority_weight`; the ends of slices).
+            as_numpy: Return NumPy arrays instead of tensors, in nested dicts instead of TensorDicts; `info`
+                has arrays, too. They lie in host memory, whatever the buffer's device. bfloat16 becomes
+                float32; fields without a fixed size are arrays of objects, one for each row. JAX takes them
+                by `jax.numpy.asarray` or `jax.dlpack.from_dlpack`.
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
             where the sampler says so. Fields without a fixed size are nested tensors and `NonTensorStack`s.
+            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
-        batch, selection = self._next_batch(self._wanted(batch_size))
-        return (batch, self._info(selection, batch)) if return_info else batch
+        batch, selection = self._next_batch(Request(self._wanted(batch_size), as_numpy))
+        return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
 
-    def _make(self, turn: Turn, size: int, instead: Selection | None = None) -> tuple[Any, Selection]:
-        return unmoved(self._storage, lambda: self._made(turn, size, instead))
+    def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
+        return unmoved(self._storage, lambda: self._made(turn, request, instead))
 
-    def _made(self, turn: Turn, size: int, instead: Selection | None) -> tuple[Any, Selection]:
-        selection, columns, view = self._draw(turn, size, instead)
+    def _made(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
+        selection, columns, view = self._draw(turn, request.size, instead)
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None
         numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
-        return self._given(columns, (selection.ids.size,), root, more, view, numbers), selection
+        give = self._given_arrays if request.as_numpy else self._given
+        return give(columns, (selection.ids.size,), root, more, view, numbers), selection
 
     def _draw(
         self, turn: Turn, size: int, selection: Selection | None = None
@@ -359,23 +372,26 @@ class ReplayBuffer(Patching, LateFields, Direct):
         """Look at other steps than those of a batch, where something asks for them."""
         return self._transform.look(self._storage, ids, generator)
 
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, Array]:
         """Write a sampler's flags into columns of the schema; return those of other fields."""
         return {}
 
-    def _info(self, selection: Selection, batch: Any) -> dict[str | Key, Any]:
-        index = self._indices(self._storage.geometry.index_of(selection.ids))
+    def _info(self, selection: Selection, batch: Any, *, as_numpy: bool = False) -> dict[str | Key, Any]:
+        index: Any = self._unraveled(self._storage.geometry.index_of(selection.ids))
         info: dict[str | Key, Array] = {"id": selection.ids}
         if self._writer.tracks_generations:
             info["index_generation"] = self._storage.geometry.generations_of(selection.ids)
         info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
         for mark in selection.marks:
-            stored = batch.get(mark.key) if is_tensor_collection(batch) else None
+            stored = _entry(batch, mark.key)
             if stored is not None or mark.new:
                 key = mark.key if len(mark.key) > 1 else mark.key[0]
-                info[key] = mark.alone() if stored is None else mark.on(stored.cpu().numpy())
+                info[key] = mark.alone() if stored is None else mark.on(to_array(stored))
+        if as_numpy:
+            parts = tuple(np.moveaxis(index, -1, 0)) if index.ndim > 1 else index
+            return {"index": parts} | info | selection.notes
         told: dict[str | Key, Any] = {k: self._placed(torch.from_numpy(v)) for k, v in info.items()}
-        index = self._placed(index)
+        index = self._placed(torch.from_numpy(index))
         return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | told | selection.notes
 
     # -- single rows -----------------------------------------------------------------------------
@@ -698,3 +714,12 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     def _default_writer(self, storage: ReadView) -> Writer:
         return default_writer(storage)
+
+
+def _entry(batch: Any, key: Key) -> Any:
+    """Return an entry of a TensorDict, or of nested dicts; None: it has no such one."""
+    if is_tensor_collection(batch):
+        return batch.get(key)
+    for name in key:
+        batch = batch.get(name) if isinstance(batch, dict) else None
+    return batch

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorDictBase
 
-from expstore.buffers.prefetch import Made, Prefetcher
+from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.rng import Draws, GivenDraws, Turn, set_state
 from expstore.buffers.store_handle import StoreHandle
 from expstore.core.rate_limiters import RateLimiter
@@ -132,26 +131,24 @@ class DrawingHandle(StoreHandle):
             self._ahead.drop(_Batches(self))
 
     @abstractmethod
-    def _make(
-        self, turn: Turn, size: int, instead: Selection | None = None
-    ) -> tuple[TensorDictBase, Selection]:
+    def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
         """Make the batch of a turn, if need be instead of rows that have left."""
 
-    def _next_batch(self, size: int) -> tuple[TensorDictBase, Selection]:
+    def _next_batch(self, request: Request) -> tuple[Any, Selection]:
         """Return the next batch and its rows."""
         if self._limiter is None or self._storage.follows:
-            return self._hand_out(size)
-        with self._limiter.sampling(size) as count:
-            batch, selection = self._hand_out(size)
+            return self._hand_out(request)
+        with self._limiter.sampling(request.size) as count:
+            batch, selection = self._hand_out(request)
             count((selection.anchors or selection).ids.size)
         return batch, selection
 
-    def _hand_out(self, size: int) -> tuple[TensorDictBase, Selection]:
+    def _hand_out(self, request: Request) -> tuple[Any, Selection]:
         self._check_readable()
         if self._prefetch:
-            made = self._ahead.next(_Batches(self), size)
+            made = self._ahead.next(_Batches(self), request)
             return made.batch, made.selection
-        batch, selection = self._make(self._draws.next(self._storage.draws), size)
+        batch, selection = self._make(self._draws.next(self._storage.draws), request)
         self._sampler.hand_out(self._storage, selection)
         return batch, selection
 
@@ -320,11 +317,11 @@ class _Batches:
     def turn_ahead(self, number: int) -> Turn:
         return self._handle._draws.ahead(self._handle._storage.draws, number)
 
-    def make(self, turn: Turn, size: int, instead: Selection | None = None) -> Made:
+    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
         handle = self._handle
         handle._check_readable()
         changes = handle._changes()
-        return Made(*handle._make(turn, size, instead), changes)
+        return Made(*handle._make(turn, request, instead), changes)
 
     def stands(self, made: Made | None) -> bool:
         handle = self._handle

@@ -10,6 +10,7 @@ import itertools
 from functools import cached_property
 from typing import Any
 
+from expstore.buffers.prefetch import Request
 from expstore.buffers.rng import Draws
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.samplers.base import Sampler
@@ -58,4 +59,4 @@ class SeededReplayBuffer(TensorDictReplayBuffer):
         self._check_readable()
         if number is None:
             number = next(self._count)
-        return self._make((number, 0), self._wanted(batch_size))[0]
+        return self._make((number, 0), Request(self._wanted(batch_size)))[0]

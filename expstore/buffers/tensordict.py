@@ -44,26 +44,38 @@ class TensorDictReplayBuffer(ReplayBuffer):
         consume_after_n_samples: See there.
     """
 
+    _dicts_have_fields = True
+
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.priority_key = priority_key
         self._with_ids = with_ids
 
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool = False,
     ) -> Any:
         """Do as `ReplayBuffer.sample`.
 
         Args:
-            batch_size: See there.
-            return_info: See there.
-            include_info: False: leave out what the batch carries beside the fields (`index`, and so on).
+            batch_size: How many rows; None: the buffer's `batch_size`.
+            return_info: Return a pair: the batch, and a dict of what is known of each row.
+            include_info: False: leave out the entries that are no fields (`index`, and so on).
+            as_numpy: Return nested dicts of NumPy arrays, in host memory, instead of a TensorDict.
         """
-        found = super().sample(batch_size, return_info)
+        found = super().sample(batch_size, return_info, as_numpy=as_numpy)
         if include_info is not False:
             return found
         batch, *info = found if return_info else (found,)
-        batch = batch.exclude(*self._own_keys())
+        own = self._own_keys()
+        if as_numpy:
+            batch = {name: values for name, values in batch.items() if name not in own}
+        else:
+            batch = batch.exclude(*own)
         return (batch, *info) if return_info else batch
 
     def _own_keys(self) -> frozenset[str]:
@@ -82,34 +94,36 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
     def _to_batch(self, data: Any, *, single: bool) -> Batch:
         first = data[0] if isinstance(data, list) and data else data
-        if not isinstance(first, TensorDictBase) and not (isinstance(data, list) and not data):
+        fits = isinstance(first, TensorDictBase) or (isinstance(data, list) and not data)
+        if not fits and not self._has_fields(data):
             raise SchemaError(
-                f"expected a TensorDict, got {type(first).__name__}: {type(self).__name__} only accepts "
-                "TensorDictBase subclasses, no tensorclasses or other types",
+                f"expected a TensorDict, a dict of arrays or an Arrow table, got {type(first).__name__}: "
+                f"{type(self).__name__} only accepts TensorDictBase subclasses and those, no tensorclasses",
                 hint="use a ReplayBuffer",
             )
         return super()._to_batch(data, single=single)
 
-    def _root(self, selection: Selection) -> dict[str, torch.Tensor]:
-        root = {"index": self._indices(self._storage.geometry.index_of(selection.ids))}
+    def _root(self, selection: Selection) -> dict[str, Array]:
+        geometry = self._storage.geometry
+        root: dict[str, Array] = {"index": self._unraveled(geometry.index_of(selection.ids))}
         if self._with_ids:
-            root["id"] = torch.from_numpy(selection.ids)
+            root["id"] = selection.ids
         if self._writer.tracks_generations:
-            root["index_generation"] = torch.from_numpy(self._storage.geometry.generations_of(selection.ids))
+            root["index_generation"] = geometry.generations_of(selection.ids)
         for key, values in selection.info.items():
             if len(key) == 1 and (self._with_ids or key != ("anchor_id",)):
-                root[key[0]] = torch.from_numpy(values)
+                root[key[0]] = values
         return root
 
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, torch.Tensor]:
+    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, Array]:
         schema = self._storage.require_schema()
-        more = {key: torch.from_numpy(values) for key, values in selection.info.items() if len(key) > 1}
+        more = {key: values for key, values in selection.info.items() if len(key) > 1}
         for mark in selection.marks:
             place = schema.place(mark.key)
             if place >= 0:
                 columns[place] = mark.on(columns[place])
             elif mark.new:
-                more[mark.key] = torch.from_numpy(mark.alone())
+                more[mark.key] = mark.alone()
         return more
 
     def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:

@@ -26,6 +26,7 @@ from tensordict import (
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
+from expstore.data.to_arrays import bfloat16_to_float32, ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
 from expstore.episodes.sessions import SessionKey
@@ -39,10 +40,12 @@ __all__ = [
     "Builder",
     "Intake",
     "StepReader",
+    "batch_of",
     "check_dims",
     "flatten",
     "is_plain",
     "note_inner",
+    "tensordict_of",
     "to_non_tensor",
 ]
 
@@ -213,6 +216,19 @@ def _check_inner(keys: list[Key], dtypes: list[str], inner: tuple[int, ...]) -> 
         )
 
 
+def batch_of(schema: Schema, columns: Sequence[Array]) -> Batch:
+    """Return columns as a batch of one lane. Shapes `(n, *row shape)`."""
+    dtypes = [ARROW + ":" + entry.arrow if entry.variable else entry.dtype for entry in schema.fields]
+    return Batch(list(schema.keys), dtypes, list(columns), len(columns[0]))
+
+
+def tensordict_of(batch: Batch, *, single: bool) -> TensorDict:
+    """Return a batch of one lane as a TensorDict that shares its memory: rows, or one row without a dim."""
+    schema = batch.arranged or Schema.infer(batch.signature())
+    built = Builder(schema).build(batch.columns(schema), torch.Size((batch.count,)), {})
+    return built[0] if single else built
+
+
 def note_inner(shape: tuple[int, ...], data: TensorDictBase | None = None) -> str:
     """Return the form of TensorDicts: batch dims that rows, or TensorDicts within them, have of their own.
 
@@ -324,6 +340,56 @@ class Intake:
         except (KeyError, AttributeError, RuntimeError, TypeError):
             return None  # another key, a lazy stack, a tensor that needs gradients, a bfloat16
         return Batch([], [], arrays, count, arranged=self._schema)
+
+    def take_arrays(self, data: dict[str, Any], *, single: bool = False) -> Batch | None:
+        """Return nested dicts of arrays as columns of the schema; None if they need a closer look.
+
+        Args:
+            data: Arrays of shape `(n, *row shape)`; of a single row arrays of its shape, and numbers.
+            single: It is one row.
+        """
+        tables: list[Any] = [data]
+        try:
+            for parent, name in self._parents:
+                tables.append(tables[parent][name])
+            if [len(table) for table in tables] != self._sizes:
+                return None
+            values = [tables[group][name] for group, name in self._leaves]
+            count = 1 if single else len(values[0])
+            known, wanted = self._wanted
+            if known != count:
+                _, wanted = self._wanted = self._wants(count)
+            if single:
+                values = [
+                    value[None] if type(value) is np.ndarray else _one_number(value, *column)
+                    for value, column in zip(values, wanted, strict=True)
+                ]
+            for array, (dtype, shape) in zip(values, wanted, strict=True):
+                if (
+                    type(array) is not np.ndarray
+                    or array.shape != shape
+                    or array.dtype != dtype
+                    or not array.flags.c_contiguous
+                ):
+                    return None
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
+            return None  # another key, no dict, a number that the field's dtype has not
+        return Batch([], [], values, count, arranged=self._schema)
+
+
+def _one_number(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+    """Return a number as a column of one row, if that loses nothing."""
+    if shape != (1,):
+        return None
+    kind = type(value)
+    if kind is float:
+        return np.array([value], dtype) if dtype.kind == "f" else None
+    if kind is bool:
+        return np.array([value], dtype) if dtype.kind == "b" else None
+    if kind is int:
+        found = np.array([value], dtype) if dtype.kind in "iuf" else None
+        return found if found is not None and found[0] == value else None
+    return np.array([value]) if isinstance(value, np.generic) else None
 
 
 class StepReader:
@@ -443,6 +509,29 @@ class Builder:
             return _tensordict(groups[0], size, names, (), ())
         batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
         return batch
+
+    def nest(self, columns: Iterable[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:
+        """Return columns as nested dicts of arrays, which own them.
+
+        Args:
+            columns: In the schema's order. Shapes `(*size, *row shape)`.
+            size: How many rows along each dim.
+            root: More arrays for the outermost dict.
+        """
+        groups: list[dict[str, Any]] = [{}]
+        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
+            while len(groups) <= group:  # when its first field comes: dicts keep the order of the fields
+                parent, inner = self._parents[len(groups) - 1]
+                groups[parent][inner] = {}
+                groups.append(groups[parent][inner])
+            if special == "bfloat16":
+                groups[group][name] = bfloat16_to_float32(column)
+            elif special == ARROW:
+                groups[group][name] = ragged_rows(column, arrow, size)
+            else:
+                groups[group][name] = column
+        groups[0].update(root)
+        return groups[0]
 
 
 #: Sizes and names of the dims that a group has beyond its root's.

@@ -35,12 +35,13 @@ from expstore.data.batch import (
 )
 from expstore.data.leaves import to_columns, to_objects
 from expstore.data.nested_tensors import to_values
+from expstore.data.to_arrays import to_arrays
 from expstore.data.variable_rows import columns_of, is_loose
 from expstore.errors import NoRowError, SchemaError, StackError
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Schema, is_name
 
-__all__ = ["Form", "Layout", "check_form", "form_of", "stack", "stack_index", "take"]
+__all__ = ["Form", "Layout", "check_form", "form_of", "is_tree", "stack", "stack_index", "take"]
 
 #: The field of rows that are one tensor, or one object, each.
 DATA: Key = ("_data",)
@@ -296,6 +297,11 @@ def check_form(batch: Batch, schema: Schema) -> None:
         raise SchemaError(f"the store keeps {_describe(schema.form)}, the batch is {_describe(batch.form)}")
 
 
+def is_tree(form: str) -> bool:
+    """Return whether rows are trees or objects, and no TensorDicts."""
+    return bool(form) and not {"tree", "objects"}.isdisjoint(json.loads(form))
+
+
 def _describe(form: str) -> str:
     data = json.loads(form or "{}")
     if "objects" in data:
@@ -328,6 +334,16 @@ class Form(ABC):
                 Arrays, flat, which own their memory.
             size: Shape of what is returned; `()` is one row.
             root: More entries for the root of a TensorDict; left out otherwise.
+        """
+
+    @abstractmethod
+    def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> Any:
+        """Return rows as `build` does, of NumPy arrays: dicts for TensorDicts; no tensor is made.
+
+        Args:
+            columns: As of `build`.
+            size: As of `build`.
+            root: More arrays for the outermost dict; left out where rows are no TensorDicts.
         """
 
     #: Whether `root` is put into what is built.
@@ -391,6 +407,9 @@ class _TensorDicts(Form):
             root = {key: self._spread(values, size) for key, values in root.items()}
         return self._builder.build(columns, torch.Size((*size, *self._inner)), root, self._names)
 
+    def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:
+        return self._builder.nest(columns, size, root)
+
     def _stacked(
         self, columns: Sequence[Any], size: Sequence[int], root: dict[str, torch.Tensor]
     ) -> TensorDict:
@@ -434,6 +453,9 @@ class _Tree(Form):
     def build(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, torch.Tensor]) -> Any:
         return self._grow(self._tree, columns, tuple(size))
 
+    def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> Any:
+        return to_arrays(self._grow(self._tree, columns, tuple(size)))
+
     def _grow(self, tree: Any, columns: Sequence[Any], size: tuple[int, ...]) -> Any:
         ((kind, parts),) = tree.items()
         if kind == "dict":
@@ -459,6 +481,9 @@ class _Tree(Form):
 class _Objects(Form):
     def __init__(self, stack_dim: int | None) -> None:
         self._dim = stack_dim
+
+    def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> Any:
+        return to_arrays(columns[0].tolist() if size else columns[0].item())
 
     def build(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, torch.Tensor]) -> Any:
         if not size:

@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,6 +134,16 @@ class Codec:
             math.prod(entry.shape) * (2 if entry.dtype == "complex64" else 1) for entry in schema.fields
         ]
 
+    def having(self, names: Collection[str]) -> Codec:
+        """Return the codec of rows that have these columns: fields that came late may be missing."""
+        given, schema = set(names), self.schema
+        fields = [
+            entry
+            for entry, name in zip(schema.fields, self.names, strict=True)
+            if name in given or schema.late.get(entry.key) is None
+        ]
+        return self if len(fields) == len(schema.fields) else Codec(Schema(fields))
+
     def arrow_schema(self, batch_size: Sequence[int] = (), names: Sequence[str | None] = ()) -> Any:
         """Return the schema of record batches.
 
@@ -238,11 +248,10 @@ class Codec:
         found = list(arrow_schema.names)
         if sorted(found) != sorted(self.names):
             missing, surplus = set(self.names) - set(found), set(found) - set(self.names)
-            trouble = [f"misses {min(missing)!r}"] if missing else []
-            trouble += [f"has {min(surplus)!r}, which is none"] if surplus else []
-            trouble = trouble or ["has a column twice"]
+            trouble = [f"column {min(missing)!r} is missing"] if missing else []
+            trouble += [f"column {min(surplus)!r} is no field"] if surplus else []
             raise SchemaError(
-                f"the body {' and '.join(trouble)} of the fields", hint=f"send {', '.join(self.names)}"
+                " and ".join(trouble) or "a column comes twice", hint=f"send {', '.join(self.names)}"
             )
         for name, kind, entry in zip(self.names, self._types, self.schema.fields, strict=True):
             got = arrow_schema.field(name).type

@@ -226,6 +226,8 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if self._is_on_disk:
             remove_dataset(self._collection, self.dataset_id)
 
+    _gives_rows_as_they_are = False
+
     def _given(self, *args: Any, **keywords: Any) -> Any:
         batch = super()._given(*args, **keywords)
         if isinstance(batch, TensorDictBase):

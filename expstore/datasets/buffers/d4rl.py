@@ -136,6 +136,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         low, high = bounds
         return (np.asarray(returns, np.float64) - low) / (high - low)
 
+    _gives_rows_as_they_are = False
+
     def _given(self, *args: Any, **keywords: Any) -> Any:
         batch = super()._given(*args, **keywords)
         if not self._use_truncated_as_done:

@@ -1,0 +1,56 @@
+"""Arrow tables as columns of a store: what `extend` is given by pyarrow, polars, DuckDB or a Parquet file.
+
+Column names are field names with dots (`next.reward`); types are those that the server sends and takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from expstore.errors import SchemaError
+from expstore.schema.schema import Schema
+from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
+
+__all__ = ["is_table", "read_table"]
+
+
+def is_table(data: Any) -> bool:
+    """Return whether something is a table of Arrow's: a Table, a RecordBatch or a RecordBatchReader."""
+    return isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
+
+
+def read_table(
+    data: Any, known: Schema | None, *, skip: frozenset[str] = frozenset()
+) -> tuple[Coded, list[Any]]:
+    """Return what the columns of a table are, and their values.
+
+    Args:
+        data: The table.
+        known: The fields of the store; None: the table decides.
+        skip: Columns to leave out.
+
+    Returns:
+        The fields, and a column for each. Shapes `(n, *row shape)`; pyarrow Arrays of rows without a fixed
+        size.
+
+    Raises:
+        SchemaError: The table does not have the fields, each of its type, or a value is missing.
+    """
+    if isinstance(data, pa.RecordBatchReader):
+        data = data.read_all()
+    elif isinstance(data, pa.RecordBatch):
+        data = pa.Table.from_batches([data])
+    table = data.drop_columns([name for name in data.column_names if name in skip])
+    if not table.num_columns:
+        raise SchemaError("the table has no columns", hint="give a column for each field")
+    codec = None if known is None else Codec(known).having(table.column_names)
+    told = meaning_of(table.schema, codec)
+    codec = Codec(told.schema)
+    batches = table.combine_chunks().to_batches() or [
+        pa.RecordBatch.from_arrays([pa.array([], entry.type) for entry in table.schema], schema=table.schema)
+    ]
+    parts = [codec.decode(batch) for batch in batches]
+    columns = parts[0] if len(parts) == 1 else [join_columns(column) for column in zip(*parts, strict=True)]
+    return told, columns
