@@ -202,7 +202,10 @@ class ShapingHandle(DrawingHandle):
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        form, root = self._current_form(), {name: torch.from_numpy(array) for name, array in arrays.items()}
+        form, root = (
+            self._current_form(),
+            dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True)),
+        )
         if view is None:
             batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
         else:

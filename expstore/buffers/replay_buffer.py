@@ -182,12 +182,14 @@ class ReplayBuffer(Patching, LateFields, Direct):
         writes, the other one waits for it.
 
         Args:
-            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A list is
-                rows one by one. Rows of no fixed size (of an `ArrowStorage`) may differ in shape, have nested
-                tensors, and values of Python's own. For stores made by `expstore.open` all batch dims are
-                rows, time is the dim named "time", else the last, and each place along the others is a stream
-                of its own.
-                Elsewhere the storage's `ndim` first dims are, of which `dim_extend` is time.
+            data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A dict
+                of arrays, nested, is one value per row for each field; buffers that `expstore.open`
+                returns, and others whose rows have fields, take these, and Arrow tables whose columns are
+                named with dots (`next.reward`). A list is rows one by one. Rows of no fixed size (of an
+                `ArrowStorage`) may differ in shape, have nested tensors, and values of Python's own. For
+                stores made by `expstore.open` all batch dims are rows, time is the dim named "time", else
+                the last, and each place along the others is a stream of its own. Elsewhere the storage's
+                `ndim` first dims are, of which `dim_extend` is time.
             source: Name of the stream of experience, within the session. None: the session's unnamed stream.
                 Rows of two sessions never share an episode: after a restart, the same name begins new
                 episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
@@ -239,6 +241,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
     def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
         """Return rows' numbers as users know them: one for each dim that makes rows."""
+        flat = flat or self._storage.geometry.ndim == 1
         return torch.from_numpy(numbers if flat else self._unraveled(numbers))
 
     def _unraveled(self, numbers: IntArray) -> IntArray:
@@ -324,7 +327,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
 
     def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        return unmoved(self._storage, lambda: self._made(turn, request, instead))
+        return unmoved(self._storage, partial(self._made, turn, request, instead))
 
     def _made(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
         selection, columns, view = self._draw(turn, request.size, instead)

@@ -30,18 +30,19 @@ __all__ = ["TensorDictReplayBuffer"]
 class TensorDictReplayBuffer(ReplayBuffer):
     """Store transitions and sample batches that say which rows they are.
 
-    Samples carry `index` at the root, and `id` where `with_ids` is set; `extend` leaves these keys out.
-    Threads, processes and crashes as `ReplayBuffer`.
+    Rows are TensorDicts, nested dicts of arrays, or Arrow tables. Samples carry `index` at the root, and `id`
+    where `with_ids` is set; `extend` leaves these keys out. Threads, processes and crashes as `ReplayBuffer`.
 
     Args:
         priority_key: Where `update_tensordict_priority` finds priorities.
         with_ids: Write `id` into samples; `expstore.open` does.
-        storage: As `ReplayBuffer`, and so are the others.
-        sampler: See there.
-        writer: See there.
-        batch_size: See there.
-        device: See there.
-        consume_after_n_samples: See there.
+        storage: Where rows are kept.
+        sampler: What makes up a batch; uniform by default.
+        writer: Where rows go; in a ring the newest replace the oldest by default.
+        batch_size: Rows per batch, if `sample` is not told otherwise.
+        device: Where batches are handed out; None: where the storage says.
+        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
+        keywords: Those and all others of `ReplayBuffer`, which describes them.
     """
 
     _dicts_have_fields = True
