@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tensordict import is_tensor_collection
 
 import expstore
 from benchmarks.probes import rss_anon
@@ -135,6 +136,24 @@ class Ours(_Buffer):
 
 class OursFlat(Ours):
     layout = "flat"
+
+
+class OursNumpy(Ours):
+    """Nested dicts of arrays in, and out."""
+
+    def take(self, batch: TensorDict) -> Any:
+        return _arrays(batch)
+
+    def sample(self, _: Any) -> object:
+        return self.rb.sample(as_numpy=True)
+
+
+def _arrays(batch: TensorDict) -> dict[str, Any]:
+    """Return copies of a batch's leaves as nested dicts of arrays; numbers where a row has just one."""
+    return {
+        name: _arrays(value) if is_tensor_collection(value) else value.clone().numpy()[()]
+        for name, value in batch.items()
+    }
 
 
 class OursMemory(_Buffer):
@@ -420,6 +439,7 @@ class Memcpy(_Tensors):
 SIDES: dict[str, Callable[[Path, int, TensorDict], Side]] = {
     "expstore-default": Ours,
     "expstore-flat": OursFlat,
+    "expstore-numpy": OursNumpy,
     "expstore-memory": OursMemory,
     "torchrl-list": TorchRLList,
     "torchrl-tensor": TorchRLTensor,

@@ -35,6 +35,7 @@ HEADLINES = (
 NAMES = {
     "expstore-default": "expstore (disk; images packed)",
     "expstore-flat": 'expstore (disk, `layout="flat"`)',
+    "expstore-numpy": "expstore (disk, dicts of NumPy arrays)",
     "expstore-memory": "expstore `MemoryStorage`",
     "torchrl-list": "TorchRL `ListStorage`",
     "torchrl-tensor": "TorchRL `LazyTensorStorage`",

@@ -35,7 +35,7 @@ from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
 from expstore.storages.read_view import ReadView, unmoved
 from expstore.transforms import Compose, StepView
 from expstore.wire.codec import Codec
-from expstore.wire.tables import is_table, read_table
+from expstore.wire.tables import is_table, take_table
 
 __all__ = ["ShapingHandle", "to_array"]
 
@@ -123,7 +123,7 @@ class ShapingHandle(DrawingHandle):
             raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
         if isinstance(data, list):
             return take_mappings(data, layout, skip=skip, schema=schema)
-        told, columns = read_table(data, schema, skip=skip)
+        told, columns = take_table(data, schema, skip=skip)
         if len(told.batch_size) > 1:
             built = Codec(told.schema).build(columns, told.batch_size, told.names)
             return take(built, layout, skip=skip)

@@ -16,12 +16,16 @@ from urllib.parse import quote
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, lazy_stack
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.domain_checks import asks_for_domain
 from expstore.buffers.indexing import to_array
 from expstore.core.values import IntArray, key_name, to_key
+from expstore.data.batch import tensordict_of
+from expstore.data.containers import Layout
+from expstore.data.mappings import take_mapping, take_mappings
+from expstore.data.to_arrays import to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
 from expstore.remote.local_only import LocalOnly
@@ -31,9 +35,10 @@ from expstore.schema.schema import Schema
 from expstore.sql.result import Result
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.snapshots.catalog import Version
-from expstore.wire.codec import Decoder, Encoder, with_wishes
+from expstore.wire.codec import Codec, Decoder, Encoder, with_wishes
 from expstore.wire.frames import Frame
 from expstore.wire.stream import frames_in, read_table, write_stream
+from expstore.wire.tables import is_table, take_table
 
 __all__ = ["RemoteReplayBuffer", "connect"]
 
@@ -122,7 +127,7 @@ class RemoteReplayBuffer(LocalOnly):
 
     def extend(
         self,
-        data: TensorDictBase | list[TensorDictBase],
+        data: Any,
         *,
         source: str | None = None,
         return_ids: bool = True,
@@ -133,12 +138,13 @@ class RemoteReplayBuffer(LocalOnly):
         """Append a batch of rows, all of them or none; once, however often it has to be sent.
 
         Args:
-            data: Rows, as for the buffer on the server; a list is rows one by one.
-            source: See there.
+            data: Rows: a TensorDict, a nested dict of arrays or an Arrow table; a list of TensorDicts or of
+                dicts is rows one by one.
+            source: Name of the stream of experience; see `ReplayBuffer.extend`.
             return_ids: Ids are returned, and nothing else can be.
-            episode_info: As on the server.
-            update_priority: See there.
-            validate: See there.
+            episode_info: Facts to note about every episode that has a row in the batch.
+            update_priority: Whether priorities that come with the rows count; None: they do.
+            validate: "domain": the server also checks the values against the specs of the store.
 
         Returns:
             Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
@@ -153,15 +159,14 @@ class RemoteReplayBuffer(LocalOnly):
             raise RemoteError(
                 "indices are not handed out over a connection", kind="local_only", hint="take ids"
             )
-        if isinstance(data, list):
-            if not data:
-                return torch.zeros(0, dtype=torch.int64)
-            data = lazy_stack(data)
+        if isinstance(data, list) and not data:
+            return torch.zeros(0, dtype=torch.int64)
+        data = self._tensordict_of(data, single=False)
         return torch.from_numpy(self._write("extend", data, source, episode_info, update_priority, validate))
 
     def add(
         self,
-        data: TensorDictBase,
+        data: Any,
         *,
         source: str | None = None,
         episode_info: Mapping[str, Any] | None = None,
@@ -170,15 +175,38 @@ class RemoteReplayBuffer(LocalOnly):
         """Append one row; return its id, or -1 if it is not taken in.
 
         Args:
-            data: One row: a TensorDict without batch dims.
+            data: One row: a TensorDict without batch dims, or a nested dict of values.
             source: As in `extend`.
             episode_info: As in `extend`.
             validate: As in `extend`.
         """
+        data = self._tensordict_of(data, single=True)
         _check_rows(data)
         if data.ndim:
             raise SchemaError(f"one row has no batch dims, this has {list(data.shape)}", hint="extend() it")
         return int(self._write("add", data.unsqueeze(0), source, episode_info, None, validate)[0])
+
+    def _tensordict_of(self, data: Any, *, single: bool) -> Any:
+        """Return rows as a TensorDict, in which form they are sent; other things as they are."""
+        first = data[0] if isinstance(data, list) else data
+        if is_tensor_collection(first):
+            return lazy_stack(data) if isinstance(data, list) else data
+        if is_table(data) and not single:
+            told, columns = take_table(data, self._known_fields(), skip=frozenset(_OWN))
+            return Codec(told.schema).build(columns, told.batch_size, told.names)
+        if not isinstance(first, Mapping):
+            return data
+        layout, skip, schema = Layout(typed=True), frozenset(_OWN), self._known_fields()
+        if isinstance(data, list):
+            return tensordict_of(take_mappings(data, layout, skip=skip, schema=schema), single=False)
+        batch = take_mapping(data, layout, single=single, skip=skip, schema=schema)
+        return tensordict_of(batch, single=single)
+
+    def _known_fields(self) -> Schema | None:
+        """Return the fields of the store; None: it has none yet."""
+        if self._fields is None:
+            self._fields = self.schema
+        return self._fields
 
     def _write(
         self,
@@ -201,8 +229,7 @@ class RemoteReplayBuffer(LocalOnly):
         if own:  # a sample goes back in without them, as in-process
             data = data.exclude(*own)
         wishes = {name: value for name, value in told.items() if value is not None}
-        if self._fields is None:
-            self._fields = self.schema  # rows without a fixed size are sent as the store has them
+        self._known_fields()  # rows without a fixed size are sent as the store has them
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
@@ -227,7 +254,12 @@ class RemoteReplayBuffer(LocalOnly):
     # -- batches out -----------------------------------------------------------------------------
 
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, include_info: bool | None = None
+        self,
+        batch_size: int | None = None,
+        return_info: bool = False,
+        include_info: bool | None = None,
+        *,
+        as_numpy: bool = False,
     ) -> Any:
         """Draw a batch.
 
@@ -236,10 +268,11 @@ class RemoteReplayBuffer(LocalOnly):
             return_info: Return a pair: the batch, and a dict with each row's `index`, `id`, and
                 `priority_weight`, where the sampler has it.
             include_info: False: leave these out of the batch.
+            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict.
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
-            so.
+            so. With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
@@ -250,7 +283,9 @@ class RemoteReplayBuffer(LocalOnly):
             with self._lock:
                 number, self._draw = self._draw, self._draw + 1
         body = self._asked | {"batch_size": size, "draw": number}
-        return self._given(self._rows("POST", "sample", body, wait=self._wait), return_info, include_info)
+        rows = self._rows("POST", "sample", body, wait=self._wait)
+        found = self._given(rows, return_info, include_info)
+        return to_arrays(found) if as_numpy else found
 
     def stream(self, batches: int | None = None, *, batch_size: int | None = None) -> Generator[Any]:
         """Yield batches as they come on one connection, read and made ahead in a thread.

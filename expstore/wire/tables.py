@@ -13,7 +13,7 @@ from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 from expstore.wire.codec import Codec, Coded, join_columns, meaning_of
 
-__all__ = ["is_table", "read_table"]
+__all__ = ["is_table", "take_table"]
 
 
 def is_table(data: Any) -> bool:
@@ -21,7 +21,7 @@ def is_table(data: Any) -> bool:
     return isinstance(data, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
 
 
-def read_table(
+def take_table(
     data: Any, known: Schema | None, *, skip: frozenset[str] = frozenset()
 ) -> tuple[Coded, list[Any]]:
     """Return what the columns of a table are, and their values.

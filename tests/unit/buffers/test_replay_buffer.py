@@ -549,7 +549,8 @@ def test_what_does_not_fit_changes_nothing(make: Make) -> None:
             r"'action': expected int64\[\], got float32, which may lose",
         ),
         (rows(8), r"without batch dims; use add\(\)"),
-        ({"observation": torch.zeros(1, 3)}, "expected a TensorDict, got dict"),
+        ({"observation": torch.zeros(1, 3)}, "lacks 'action', 'next.reward'"),
+        (("text",), "expected a TensorDict, a dict of arrays or an Arrow table, got tuple"),
         (
             rows([8]).set("action", TensorDict({"a": torch.zeros(1)}, [1])),
             "lacks 'action' and has unknown 'action.a'",

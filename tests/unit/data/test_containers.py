@@ -133,7 +133,7 @@ def test_a_list_of_tensordicts(storage: Storage) -> None:
         rb.extend([TensorDict({"a": torch.tensor(number)}) for number in range(3)])
         same(rb["a"], torch.arange(3))
         with pytest.raises(
-            SchemaError, match="expected a TensorDict, got Tensor: TensorDictReplayBuffer only"
+            SchemaError, match="got Tensor: TensorDictReplayBuffer only accepts TensorDictBase"
         ):
             rb.extend(torch.zeros(3))
 

@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
@@ -87,6 +89,29 @@ def _closed() -> Iterator[None]:
 
 def same(one: TensorDict, other: TensorDict) -> bool:
     return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
+
+
+def test_arrays_go_both_ways(server: Serving, name: str) -> None:
+    """Dicts of arrays, lists of such rows and Arrow tables are stored; batches come as dicts of arrays."""
+    rb = connect(server, name, batch_size=8, seed=1)
+    rows = {"a": np.arange(3), "next": {"reward": np.arange(3) / 2, "done": np.arange(3) == 2}}
+    assert rb.extend(rows).tolist() == [1, 2, 3]
+    assert rb.add({"a": 3, "next": {"reward": 1.5, "done": False}}) == 4
+    one = {"a": np.int64(4), "next": {"reward": np.float64(2), "done": np.bool_(True)}}
+    assert rb.extend([one, one | {"a": 5}]).tolist() == [5, 6]
+    table = pa.table({"a": [6], "next.reward": [3.0], "next.done": [False]})
+    assert rb.extend(table).tolist() == [7]
+    batch, info = rb.sample(64, return_info=True, as_numpy=True)
+    assert set(batch["a"].tolist()) == {*range(7)}
+    assert [type(batch["next"]["reward"]), type(info["id"])] == [np.ndarray, np.ndarray]
+    np.testing.assert_array_equal(batch["a"], info["id"] - 1)
+    assert rb.extend(batch).tolist() == [*range(8, 72)]  # without its ids
+    with pytest.raises(SchemaError, match="column 'next.done' is missing"):
+        rb.extend(table.drop_columns(["next.done"]))
+    with pytest.raises(SchemaError, match="'a' has 2 rows"):
+        rb.extend({"next": rows["next"], "a": np.arange(2)})
+    with pytest.raises(SchemaError):
+        rb.add({"a": [1, 2], "next": {"reward": 1.5, "done": False}})
 
 
 def test_rows_go_in_and_come_out_as_in_process(server: Serving, folder: Path, name: str) -> None:

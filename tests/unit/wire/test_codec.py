@@ -164,8 +164,8 @@ CODEC = Codec(Schema([Field(("x",), "float32", (2, 3)), Field(("n",), "int64", (
 @pytest.mark.parametrize(
     ("columns", "trouble"),
     [
-        ({"x": pa.list_(pa.float32(), 6)}, "misses 'n'"),
-        ({"x": pa.list_(pa.float32(), 6), "n": pa.int64(), "y": pa.int8()}, "has 'y'"),
+        ({"x": pa.list_(pa.float32(), 6)}, "column 'n' is missing"),
+        ({"x": pa.list_(pa.float32(), 6), "n": pa.int64(), "y": pa.int8()}, "column 'y' is no field"),
         ({"x": pa.list_(pa.float32(), 5), "n": pa.int64()}, "column 'x' is"),
         ({"x": pa.list_(pa.float64(), 6), "n": pa.int64()}, "column 'x' is"),
         ({"x": pa.list_(pa.float32(), 6), "n": pa.int32()}, "column 'n' is"),
@@ -238,7 +238,7 @@ def test_what_is_told_of_known_fields_is_their_batch() -> None:
     assert (found.schema, found.batch_size, found.names) == (CODEC.schema, (2, 3), ("lane", None))
     plain = meaning_of(told.remove_metadata(), CODEC)
     assert (plain.schema, plain.batch_size) == (CODEC.schema, ())
-    with pytest.raises(SchemaError, match="misses 'n'"):
+    with pytest.raises(SchemaError, match="column 'n' is missing"):
         meaning_of(pa.schema([told.field("x")]), CODEC)
 
 
