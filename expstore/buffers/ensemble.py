@@ -29,6 +29,7 @@ from expstore.buffers.torchrl_service import Direct
 from expstore.core.members import find_members
 from expstore.core.values import IntArray
 from expstore.data.containers import stack
+from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
 from expstore.errors import StateError
 from expstore.samplers.ensemble import SamplerEnsemble
@@ -134,12 +135,15 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
 
     # -- sampling --------------------------------------------------------------------------------
 
-    def sample(self, batch_size: int | None = None, return_info: bool = False) -> Any:
+    def sample(
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool = False
+    ) -> Any:
         """Draw a batch.
 
         Args:
             batch_size: How many rows, all parts together; None: the ensemble's.
-            return_info: Return a pair: the batch, and a TensorDict of what is told of its rows.
+            return_info: Return a pair: the batch, and a TensorDict of what is known of its rows.
+            as_numpy: Return nested dicts of NumPy arrays instead of TensorDicts.
 
         Returns:
             A TensorDict, batch size `[num_buffer_sampled, batch_size // num_buffer_sampled]`, or whatever
@@ -168,7 +172,8 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
                 for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
                     if key != "id":
                         batch.set(key, along(info.get(key), batch))
-        return (batch, info) if return_info else batch
+        found = (batch, info) if return_info else batch
+        return to_arrays(found) if as_numpy else found
 
     def _choice(self) -> np.random.Generator:
         """Return the random numbers that choose members."""

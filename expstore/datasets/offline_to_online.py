@@ -17,6 +17,7 @@ from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.core.values import key_name, to_key
+from expstore.data.to_arrays import to_arrays
 from expstore.datasets.registry import load_dataset
 from expstore.errors import SchemaError
 from expstore.storages.read_view import ReadView
@@ -114,14 +115,15 @@ class OfflineToOnlineReplayBuffer:
         """Append rows to the buffer that grows; return their index there, as its `extend` does."""
         return self._online.extend(data)
 
-    def sample(self, batch_size: int | None = None) -> TensorDictBase:
+    def sample(self, batch_size: int | None = None, *, as_numpy: bool = False) -> Any:
         """Draw a batch.
 
         Args:
             batch_size: How many rows; None: as was given to the constructor.
+            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict.
 
         Returns:
-            A TensorDict. Batch size `[batch_size]`.
+            A TensorDict, batch size `[batch_size]`; with `as_numpy` field name -> array.
 
         Raises:
             ValueError: No batch size is known, or it is below 1.
@@ -139,8 +141,8 @@ class OfflineToOnlineReplayBuffer:
             batch = self._online.sample(size)
         else:
             batch = _joined(self._offline.sample(offline), self._online.sample(size - offline))
-        made: TensorDictBase = self._transform.forward(batch, self._numbers())
-        return made
+        made = self._transform.forward(batch, self._numbers())
+        return to_arrays(made) if as_numpy else made
 
     def _numbers(self) -> np.random.Generator | None:
         """Return the random numbers of transforms; None: nothing says which draw this is."""

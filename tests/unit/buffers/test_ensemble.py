@@ -81,6 +81,16 @@ def test_a_batch_has_parts_and_says_whose_rows_they_are(kind: Any) -> None:
     assert batch["action"].shape == torch.Size([3, 4, 2])
 
 
+def test_parts_come_as_arrays() -> None:
+    rbs = [ReplayBufferEnsemble(*[member(number) for number in range(3)]) for _ in range(2)]
+    (arrays, told), (batch, info) = [
+        rb.sample(12, return_info=True, as_numpy=kind) for rb, kind in zip(rbs, (True, False), strict=True)
+    ]
+    assert type(arrays["index"]["buffer_ids"]) is np.ndarray
+    np.testing.assert_array_equal(arrays["x"], batch["x"].numpy())
+    np.testing.assert_array_equal(told["index"]["buffer_ids"], info["index", "buffer_ids"].numpy())
+
+
 def test_num_buffer_sampled_says_how_many_parts() -> None:
     rb = ensemble(num_buffer_sampled=8, batch_size=48)
     assert rb.sample().shape == torch.Size([8, 6])

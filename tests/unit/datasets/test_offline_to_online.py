@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchrl.data as theirs
@@ -53,6 +54,14 @@ def test_a_batch_has_the_same_part_of_each(library: Any) -> None:
             assert batch["x"][:, 0].tolist() == [-1.0] * wanted + [1.0] * (size - wanted)
         assert rb.sample(4).batch_size == (4,)
         assert (len(rb), len(rb.offline_buffer), len(rb.online_buffer)) == (110, 100, 10)
+
+
+def test_a_batch_comes_as_arrays() -> None:
+    rb = made(batch_size=8)
+    rb.extend(rows(10, 1.0))
+    batch = rb.sample(as_numpy=True)
+    assert type(batch["x"]) is np.ndarray
+    assert batch["x"][:, 0].tolist() == [-1.0] * 4 + [1.0] * 4
 
 
 def test_the_part_falls_as_torchrls_does() -> None:
