@@ -42,7 +42,8 @@ def take_mapping(
     dtype of the field; in the first batch they become bool, int64 and float32, as `torch.as_tensor` does it.
 
     Args:
-        data: Field name -> values, or -> a dict of the same kind. One value per row: an array or a tensor
+        data: Field name -> values, or -> a dict of the same kind; a name with dots is the path of a field, as
+            in SQL: "next.reward" is `("next", "reward")`. One value per row: an array or a tensor
             whose first dim is rows (the first `layout.ndim` dims are), or a list. Of a single row its value.
         layout: Which dims make rows.
         single: It is one row (one for each lane where `layout.ndim` is larger than 1).
@@ -57,9 +58,12 @@ def take_mapping(
     """
     keys: list[Key] = []
     leaves: list[Any] = []
-    _collect(data, (), skip, keys, leaves)
+    _collect(data, (), skip, schema, keys, leaves)
     if not keys:
         raise SchemaError("the dict has no fields", hint="give at least one name with its values")
+    if len(set(keys)) < len(keys):
+        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
+        raise SchemaError(f"field {key_name(twice)!r} comes twice: by its path, and in a dict")
     dims = layout.ndim - single
     found = [_read(key, leaf, single, schema) for key, leaf in zip(keys, leaves, strict=True)]
     if layout.dim and not single:
@@ -96,20 +100,28 @@ def take_mappings(
 
 
 def _collect(
-    data: Mapping[str, Any], path: Key, skip: frozenset[str], keys: list[Key], leaves: list[Any]
+    data: Mapping[str, Any],
+    path: Key,
+    skip: frozenset[str],
+    schema: Schema | None,
+    keys: list[Key],
+    leaves: list[Any],
 ) -> None:
     for name, value in data.items():
         if not isinstance(name, str):
             raise SchemaError(f"a field has the name {name!r}", hint="names of fields are text")
         if not path and name in skip:
             continue
+        key = (*path, name)
+        if "." in name and (schema is None or key not in schema):
+            key = (*path, *name.split("."))
         if is_non_tensor(value):
-            keys.append((*path, name))
+            keys.append(key)
             leaves.append(value.tolist() if isinstance(value, NonTensorStack) else value.data)
         elif isinstance(value, Mapping):
-            _collect(value, (*path, name), skip, keys, leaves)
+            _collect(value, key, skip, schema, keys, leaves)
         else:
-            keys.append((*path, name))
+            keys.append(key)
             leaves.append(value)
 
 
@@ -117,7 +129,9 @@ def _stacked(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
     """Return a dict of columns for dicts of single values."""
     names = rows[0].keys()
     for number, row in enumerate(rows):
-        if not isinstance(row, Mapping) or row.keys() != names:
+        if not isinstance(row, Mapping):
+            raise SchemaError(f"row {number} has type {type(row).__name__}, row 0 is a dict")
+        if row.keys() != names:
             where = f" in {key_name(path)!r}" if path else ""
             raise SchemaError(f"row {number} has other fields{where} than row 0", hint=f"row 0: {[*names]}")
     stacked: dict[str, Any] = {}

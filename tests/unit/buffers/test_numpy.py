@@ -130,6 +130,30 @@ def test_rows_one_by_one_and_in_lists(rb: TensorDictReplayBuffer) -> None:
     np.testing.assert_array_equal(rb["action"].numpy(), [*range(43), 40])
 
 
+def test_names_with_dots_are_paths(tmp_path: Path) -> None:
+    flat = {name: values for name, values in rows(0, 3).items() if name != "next"}
+    flat |= {f"next.{name}": values for name, values in rows(0, 3)["next"].items()}
+    with open_store(tmp_path / "a.exp") as rb:
+        rb.extend(flat)
+        rb.extend(flat | {"next": {}})
+        rb.add(one(flat))
+        assert set(rb.sample(as_numpy=True)["next"]) == set(rows(0, 1)["next"])
+        assert len(rb) == 7
+    with open_store(tmp_path / "b.exp") as rb:  # a field whose name has a dot keeps it
+        rb.extend(TensorDict({"a.b": torch.arange(3)}, [3]))
+        rb.extend({"a.b": np.arange(3, 5)})
+        rb.extend(rb.sample(as_numpy=True))
+        assert rb.schema.keys == (("a.b",),)
+
+
+def test_arrays_may_be_used_again(rb: TensorDictReplayBuffer) -> None:
+    for count in (1, 5, 60):
+        data = rows(100, count)
+        rb.extend(data)
+        data["observation"][:] = -1
+        assert (rb[len(rb) - count :]["observation"][:, 0] >= 100).all()
+
+
 def test_pythons_own_numbers_take_the_dtype_of_the_field(rb: TensorDictReplayBuffer) -> None:
     row = one(rows(40, 1))
     row["next"] |= {"reward": [0.1], "done": [False]}
@@ -215,6 +239,8 @@ WRONG = {
     "lengths": ({"a": np.arange(2), "b": {"c": np.arange(3)}}, "'b.c' has 3 rows, 'a' has 2 rows"),
     "dtype": ({"a": np.arange(2, dtype=np.complex128)}, "'a' has dtype complex128"),
     "a text": ({"a": "text"}, "'a' is a str, which has no value per row"),
+    "a field twice": ({"a.b": np.arange(2), "a": {"b": np.arange(2)}}, "'a.b' comes twice"),
+    "rows of other kinds": ([{"a": 1}, 5], "row 1 has type int, row 0 is a dict"),
     "rows of other fields": ([{"a": 1, "b": 2}, {"a": 1}], "row 1 has other fields than row 0"),
 }
 
