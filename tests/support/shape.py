@@ -56,7 +56,7 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 23,
     "functions that an extend runs": 98,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 782,
+    "phrases of the old prose": 779,
     "lines of README.md": 610,
 }
 
