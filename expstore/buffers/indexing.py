@@ -311,7 +311,7 @@ class ShapingHandle(DrawingHandle):
         if plain and storage.schema is not None and key in storage.schema:
             field = storage.schema[key]
             if field.dtype != OBJECT:
-                places = [storage.place_of(key)]
+                places = [storage.require_schema().place_of(key)]
                 _, (column,) = read_rows(storage, lambda: find(storage, slice(None))[0], places)
                 if field.variable:
                     return self._placed(to_values(column, field.arrow))

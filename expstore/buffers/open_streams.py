@@ -58,7 +58,7 @@ class Tails:
         found = getattr(sampler, "_trajectories", None)
         if not isinstance(found, Trajectories) or found.name in (None, storage.keys.trajectory):
             return  # episodes of the store: new ones begin whatever names come again
-        (names,) = storage.read(storage.window.ids(), [storage.place_of(found.name or ())])
+        (names,) = storage.read(storage.window.ids(), [storage.require_schema().place_of(found.name or ())])
         if self.end not in (found.ends or ()) or (names != names[:1]).any():
             raise StateError(
                 f"end_streams supports samplers by {key_name(found.name or ())!r} only when they have "
@@ -96,5 +96,5 @@ class Tails:
         return places, columns
 
     def _read(self, storage: ReadView, ids: IntArray, key: Key) -> Array:
-        (column,) = storage.read(ids, [storage.place_of(key)])
+        (column,) = storage.read(ids, [storage.require_schema().place_of(key)])
         return column

@@ -203,7 +203,7 @@ class StoreHandle:
         Raises:
             StorageError: The store cannot be read.
         """
-        self._storage.refresh()
+        self._storage.follow(priorities=True)
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
         """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.

@@ -189,7 +189,7 @@ class SlicesDataset(IterableDataset[Any]):
     def _slices(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return episode, first step and length of every slice. Shapes `(n,)`."""
         storage = self._rb.storage
-        storage.refresh()
+        storage.follow(priorities=True)
         runs = storage.runs
         with runs.lock:
             runs.look()

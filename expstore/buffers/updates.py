@@ -260,7 +260,9 @@ class Patching:
             return
         names, last = np.unique(ids[::-1], return_index=True)
         columns = [pick(values, ids.size - 1 - last) for values in fields.values()]
-        self._storage.writer().change(names, [self._storage.place_of(key) for key in fields], columns)
+        self._storage.writer().change(
+            names, [self._storage.require_schema().place_of(key) for key in fields], columns
+        )
 
     def _patched(self, key: Key, value: Any, count: int) -> Array:
         """Return the column of a patch of so many rows, which may be given in as many dims as make rows."""
@@ -363,7 +365,7 @@ class Patching:
         accepted = np.zeros(ids.size, np.bool_)
         rows = np.flatnonzero(live)
         if rows.size:
-            (stored,) = self._storage.read(ids[rows], [self._storage.place_of(key)])
+            (stored,) = self._storage.read(ids[rows], [self._storage.require_schema().place_of(key)])
             coming, stored = versions.reshape(-1)[rows], stored.reshape(-1)
             better = coming > stored if require_newer else coming >= stored
             # Of a row that is named twice the highest version counts, of equal ones the last.

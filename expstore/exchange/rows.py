@@ -85,7 +85,7 @@ def _asked(storage: ReadView) -> Iterator[None]:
     if not isinstance(catalog, Catalog):
         catalog = Catalog(storage)
         storage.index.use(catalog)
-    storage.refresh()
+    storage.follow(priorities=True)
     yield
     del catalog
 

@@ -76,7 +76,7 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
     """
     storage = FollowerStorage(path, disk=disk)
     try:
-        storage.refresh()
+        storage.follow(priorities=True)
         counts = dict.fromkeys(STATUS, 0)
         status: dict[int, int] = {}
         newest = 0

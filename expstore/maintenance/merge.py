@@ -260,7 +260,7 @@ class _Run:
             LockedError: Somebody writes to it.
             StateError: It has no fields yet.
         """
-        storage.refresh()
+        storage.follow(priorities=True)
         if storage.schema is None:
             raise StateError(f"{storage.path} has no rows and no fields yet", hint="leave it out")
         numbers, last = storage.episodes.to_base(), former[-1] if former else None

@@ -94,7 +94,7 @@ def _runs_by(storage: ReadView, trajectory: Key | None, ends: Sequence[Key] | No
 
 
 def _check(storage: ReadView, key: Key) -> None:
-    field = storage.require_schema().fields[storage.place_of(key)]
+    field = storage.require_schema().fields[storage.require_schema().place_of(key)]
     if field.row_items != 1 or field.dtype in ("bfloat16", "complex64", OBJECT):
         raise SchemaError(f"{key_name(key)!r} must be one number per row, but it is {field}")
 
@@ -118,13 +118,13 @@ class KeyedRuns(Runs):
         self.lock = storage.lock  # which reading rows may take
         keys = storage.keys
         fields = len(storage.require_schema().fields)
-        self._names = fields + 1 if trajectory is None else storage.place_of(trajectory)
-        self._ends = None if ends is None else [storage.place_of(key) for key in ends]
+        self._names = fields + 1 if trajectory is None else storage.require_schema().place_of(trajectory)
+        self._ends = None if ends is None else [storage.require_schema().place_of(key) for key in ends]
         if ends is not None:
             self._flags = list(self._ends or ())
         else:
             own = (keys.terminated, keys.truncated, keys.done, keys.start)
-            self._own = [-1 if key is None else storage.place_of(key) for key in own]
+            self._own = [-1 if key is None else storage.require_schema().place_of(key) for key in own]
             self._flags = [place for place in self._own if place >= 0]
         self._counts_steps = keys.start == ("step_count",)
         self._reduction = keys.done_reduce

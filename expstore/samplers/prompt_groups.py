@@ -193,7 +193,7 @@ class PromptGroupSampler(Sampler):
             columns = [_of_items(items, key) for key in keys]
         else:
             ids, columns = read_present(
-                storage, storage.window.ids(), [storage.place_of(key) for key in keys]
+                storage, storage.window.ids(), [storage.require_schema().place_of(key) for key in keys]
             )
         names = _numbered(columns[0])
         order = np.argsort(names, kind="stable")

@@ -211,6 +211,17 @@ class Schema:
         """Return the position of a field, -1 if there is none."""
         return self._by_key.get(key, -1)
 
+    def place_of(self, key: Key) -> int:
+        """Return the position of a field.
+
+        Raises:
+            SchemaError: There is no such field.
+        """
+        place = self.place(key)
+        if place < 0:
+            raise SchemaError(f"no field {key_name(key)!r}", hint=f"the store has {self!r}")
+        return place
+
     def same(self, other: Schema | None) -> bool:
         """Return whether rows of another schema are laid out as those of this one: the order counts, too."""
         return other is not None and (self.fields, self.form) == (other.fields, other.form)

@@ -298,15 +298,13 @@ class FollowerStorage(ReadView):
         """Return how many slots the ids up to `last` take."""
         return last if self.geometry.slots is None else min(last, self.geometry.slots)
 
-    def refresh(self) -> None:
-        """Bring episodes up to the rows that show, priorities too."""
-        self.follow()
-        self.epochs.note_deleted()  # priorities may have been set
-
-    def follow(self) -> None:
+    def follow(self, *, priorities: bool = False) -> None:
         """Bring episodes up to the rows that show, and notice that the writer has gone.
 
         Rows show by themselves while it writes, those of small batches within 0.1 s: they are not waited for.
+
+        Args:
+            priorities: Whether priorities may have been set, too.
 
         Raises:
             StateError: The follower is closed.
@@ -324,6 +322,8 @@ class FollowerStorage(ReadView):
                 self._look_again()
             if self._source.live:
                 self._patiently(self._go_on)
+        if priorities:
+            self.epochs.note_deleted()
 
     def stored_specs(self) -> str:
         """Return what the writer keeps of the fields' values just now."""

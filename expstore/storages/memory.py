@@ -118,7 +118,7 @@ class MemoryStorage(PortableStorage):
         with self._reshaping.act(), self.lock:
             self.writer()
             check_going(self, key)
-            place, schema = self.place_of(key), self.require_schema().without(key)
+            place, schema = self.require_schema().place_of(key), self.require_schema().without(key)
             rest = places_without(len(self._columns), place)
             self._reshape(schema, specs, [self._columns[number] for number in rest])
 

@@ -16,11 +16,11 @@ import numpy as np
 from expstore.core.change_log import Changes
 from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
-from expstore.core.values import Array, IntArray, Key, Ranking, Window, key_name
+from expstore.core.values import Array, IntArray, Ranking, Window
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
-from expstore.errors import SchemaError, StateError
+from expstore.errors import StateError
 from expstore.schema.arrow_sizes import row_sizes
 from expstore.schema.field_roles import Keys, find_keys
 from expstore.schema.row_traits import RowTraits
@@ -167,17 +167,6 @@ class ReadView(ABC):
         if schema is None:
             raise StateError("the store has no fields yet", hint="extend() it first")
         return schema
-
-    def place_of(self, key: Key) -> int:
-        """Return the position of a field.
-
-        Raises:
-            SchemaError: There is no such field.
-        """
-        place = self.require_schema().place(key)
-        if place < 0:
-            raise SchemaError(f"no field {key_name(key)!r}", hint=f"the store has {self.schema!r}")
-        return place
 
     def resolve_keys(self, schema: Schema) -> Keys:
         """Find the fields that say what a row is to its episode."""
@@ -362,11 +351,12 @@ class ReadView(ABC):
     def drain(self) -> None:
         """Write to the columns the rows that only a journal has, if they are written here."""
 
-    def follow(self) -> None:
-        """Take in what another process has written; does nothing where rows are written here."""
+    def follow(self, *, priorities: bool = False) -> None:
+        """Take in what another process has written; does nothing where rows are written here.
 
-    def refresh(self) -> None:
-        """Take in what another process has done, priorities too; does nothing where rows are written here."""
+        Args:
+            priorities: Whether priorities may have been set, too.
+        """
 
     def draw_stream(self) -> int:
         """Return the second word of the key of this object's draws."""

@@ -224,7 +224,7 @@ class Life:
     def look_at_columns(self, storage: ReadView) -> None:
         """Read by id, and look at the columns that every row has beside the user's."""
         rows, ids, model = self.model.live, self.ids, self.model
-        (number,) = storage.read(ids[::-1].copy(), [storage.place_of(("number",))])
+        (number,) = storage.read(ids[::-1].copy(), [storage.require_schema().place_of(("number",))])
         same(number, np.array([row.serial for row in rows[::-1]], np.int64), "rows by id")
         expect(storage.intact(ids), "rows that can be read are not intact")
         same(

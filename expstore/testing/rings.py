@@ -141,7 +141,7 @@ class RingSuite(Declared):
                 rb.extend(batch)
                 ids = storage.window.ids()
                 for name, column in bits.items():
-                    (found,) = storage.read(ids, [storage.place_of((name,))])
+                    (found,) = storage.read(ids, [storage.require_schema().place_of((name,))])
                     expected = np.ascontiguousarray(column[ids - 1]).view(DTYPES[name]).reshape(-1, 3)
                     same(found, expected, f"rows of {name}")
                     expect(rb[:][name].dtype == batch[name].dtype, f"{name} came back as another dtype")

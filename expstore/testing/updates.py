@@ -166,7 +166,7 @@ class ChangeSuite(Declared):
             expect(storage.schema is None, "a new storage has fields")
             asks: list[Callable[[], Any]] = [
                 storage.require_schema,
-                lambda: storage.place_of(("value",)),
+                lambda: storage.require_schema().place_of(("value",)),
                 lambda: storage.read(np.array([1])),
             ]
             for ask in asks:
@@ -179,9 +179,13 @@ class ChangeSuite(Declared):
             same(storage.writer().set_priorities(np.array([1]), np.ones(1)), 0, "priorities that were set")
             life.extend(4)
             life.look()
-            same(storage.place_of(("value",)), storage.require_schema().place(("value",)), "place_of")
+            same(
+                storage.require_schema().place_of(("value",)),
+                storage.require_schema().place(("value",)),
+                "place_of",
+            )
             with raises(SchemaError, what="a field that there is not", says="no field 'reward'"):
-                storage.place_of(("reward",))
+                storage.require_schema().place_of(("reward",))
 
     def test_stats(self, tmp_path: Path) -> None:
         """They count rows, extends and draws."""
@@ -203,7 +207,7 @@ def _cannot(life: Life) -> None:
     """Hold that no way of changing rows does anything but say so."""
     rb, ids = life.rb, torch.from_numpy(life.ids[:2])
     patch, rows = patch_of(life.model.live[5:7]), make_batch(life.model.live[5:7])
-    places = [life.storage.place_of(("value",))]
+    places = [life.storage.require_schema().place_of(("value",))]
     acts: dict[str, Callable[[], Any]] = {
         "update_if_present": lambda: rb.update_if_present(id=ids, patch=patch),
         "set_at_": lambda: rb.set_at_("value", 7.0, [0, 1]),

@@ -169,7 +169,7 @@ class StepView:
         """
         flat = np.ascontiguousarray(ids).reshape(-1)
         self._show(flat)
-        columns = self.storage.read(flat, [self.storage.place_of(key) for key in keys])
+        columns = self.storage.read(flat, [self.storage.require_schema().place_of(key) for key in keys])
         return in_shape(columns, ids.shape)
 
     def tensor(self, ids: IntArray, key: Key) -> torch.Tensor:

@@ -143,7 +143,7 @@ class MultiStepTransform(StepTransform):
         if known is None or known[0] is not schema or known[1] != asked:
             for key in self.done_keys:
                 if key not in _DONE_KEYS:
-                    storage.place_of(below_next(key))  # raises an error that names it
+                    storage.require_schema().place_of(below_next(key))  # raises an error that names it
             own = {below_next(key) for key in asked}
             moved = (
                 n for n, entry in enumerate(schema.fields) if _is_next(entry.key) and entry.key not in own

@@ -403,7 +403,7 @@ class TensorDictMaxValueWriter(Writer):
 
     def _place(self, storage: ReadView) -> int:
         """Return the position of the field by which rows are ranked, or of rows that are objects."""
-        return 0 if storage.row_traits.whole else storage.place_of(self._ranking.key)
+        return 0 if storage.row_traits.whole else storage.require_schema().place_of(self._ranking.key)
 
     def _rank(self, schema: Schema, column: Array) -> Array:
         """Return a number per row, -inf for NaN. Shapes `(n, *row shape)` and `(n,)`."""

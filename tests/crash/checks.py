@@ -151,7 +151,7 @@ def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
         expect(not split, f"the archive is empty, expected {split} rows")
         return
     there = beside.window.ids()
-    (found,) = archive.read(there, [archive.place_of(ARCHIVED_ID)])
+    (found,) = archive.read(there, [archive.require_schema().place_of(ARCHIVED_ID)])
     if kept.follows:  # the next writer gives up what came too early
         there, found = there[found <= kept.last], found[found <= kept.last]
     expect(np.array_equal(found, ids[:split]), f"{found.size} rows in the archive, expected {split}: {spec}")

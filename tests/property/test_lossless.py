@@ -174,12 +174,12 @@ class World:
         data = self.batch([self.live[place] for place in places.tolist()], (places.size,))
         kept = self.rb.storage
         keys = [("number",), *(tuple(name.split(".")) for name in names)]
-        fields = [kept.require_schema().fields[kept.place_of(key)] for key in keys]
+        fields = [kept.require_schema().fields[kept.require_schema().place_of(key)] for key in keys]
         columns = [
             np.frombuffer(b"".join(rows_of(data[key])), entry.numpy_dtype).reshape(-1, *entry.shape)
             for key, entry in zip(keys, fields, strict=True)
         ]
-        kept.change(kept.window.ids()[places], [kept.place_of(key) for key in keys], columns)
+        kept.change(kept.window.ids()[places], [kept.require_schema().place_of(key) for key in keys], columns)
 
     def empty(self) -> None:
         self.rb.empty()

@@ -73,7 +73,7 @@ def broken(rb: Any, *, n_step: int = 1) -> list[int]:
     if storage.schema is None or not ids.size:
         return []
     places = [
-        storage.place_of(("observation",)),
+        storage.require_schema().place_of(("observation",)),
         len(storage.schema.fields) + 1,
         len(storage.schema.fields) + 2,
     ]

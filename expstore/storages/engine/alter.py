@@ -8,7 +8,7 @@ fields are neither opened nor written to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
 from expstore.storages.engine.backfill import Filler, check_coming, check_going, places_without
 from expstore.storages.format.layout import refuse_objects
+from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
 from expstore.storages.format.zarr_metadata import make_metadata
@@ -40,12 +41,13 @@ class StoredFields:
 
     Args:
         store: Whose fields.
+        replace: Replaces the store's fields in memory, given what expstore.json says and the columns.
     """
 
-    __slots__ = ("_engine", "_store")
+    __slots__ = ("_engine", "_replace", "_store")
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._engine = store, store.engine
+    def __init__(self, store: Store, replace: Callable[[Manifest, WritableColumns], None]) -> None:
+        self._store, self._engine, self._replace = store, store.engine, replace
 
     def add(self, coming: Coming) -> None:
         """Have one more field; on the disk when this returns.
@@ -114,7 +116,7 @@ class StoredFields:
             store.writer()
             check_going(store, key)
             schema = store.require_schema().without(key)
-            place = store.place_of(key)
+            place = store.require_schema().place_of(key)
             plan = self._plan("drop", key, schema)
             group, sums = self._columns(), self._checksums()
             group.check_removable(place)
@@ -176,7 +178,7 @@ class StoredFields:
         engine, sums = self._engine, self._checksums()
         manifest = engine.manifest.replace(schema=schema, specs=specs, column_set=plan.column_set)
         commit_late(engine.disk, engine.path, manifest)
-        self._store.take_fields(manifest, columns)
+        self._replace(manifest, columns)
         finish_late(engine.disk, engine.path)
         checksums = Checksums(engine.disk, engine.path / CHECKSUMS, columns)
         engine.rows.replace_checksums(checksums)

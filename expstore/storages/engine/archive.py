@@ -151,7 +151,8 @@ class Archive:
             path: Its folder.
             ring: What the ring is.
             order: Of its locks.
-            open_storage: Opens the storage that the archive is, with the arguments of `ArrowStorage`.
+            open_storage: Opens the storage that the archive is, with the arguments of `Store`; the ring
+                closes it.
             segment_bytes: Length of a segment of its journal; None: the library's own.
 
         Raises:
@@ -180,7 +181,6 @@ class Archive:
                 flatten=True,
             )
         storage = open_storage(path, settings=settings, disk=disk, segment_bytes=segment_bytes)
-        storage.leave_to_another()  # the ring closes it, before or after which nothing is lost
         try:
             return cls(storage, order, made=made)
         except BaseException:
@@ -345,7 +345,7 @@ class Archive:
         """Give up the rows from this id of the ring on, which it does not have after all."""
         storage = self.storage
         ids = storage.window.ids()
-        (there,) = storage.read(ids, [storage.place_of(ARCHIVED_ID)])
+        (there,) = storage.read(ids, [storage.require_schema().place_of(ARCHIVED_ID)])
         storage.retention.delete_rows(Gaps.of_ids(ids[there >= first_id]))
         self._content = -1
         self._look()
@@ -434,7 +434,7 @@ def newest_id(archive: ReadView, window: Window) -> int:
     if archive.schema is None or not window.rows:
         return int(archive.meta().get(_AFTER, 0))
     newest = window.nth(np.array([window.rows - 1]))
-    (ids,) = archive.read(newest, [archive.place_of(ARCHIVED_ID)])
+    (ids,) = archive.read(newest, [archive.require_schema().place_of(ARCHIVED_ID)])
     return int(ids[0])
 
 

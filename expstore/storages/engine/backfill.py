@@ -191,7 +191,7 @@ def check_going(storage: ReadView, key: Key) -> None:
         StateError: Rows are ranked by it, or are no TensorDicts.
     """
     schema, name = storage.require_schema(), key_name(key)
-    storage.place_of(key)
+    storage.require_schema().place_of(key)
     if inner_dims(schema.form) is None:
         raise SchemaError(f"rows are no TensorDicts here: they cannot be without {name!r}")
     roles = storage.keys

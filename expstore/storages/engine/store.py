@@ -156,7 +156,8 @@ class Store(Storage):
         former, engine = self._state, self.engine
         if engine.archive is None:
             asked, segment_bytes = self._archive_settings
-            engine.use_archive(Archiver.open(engine, asked, open_storage=Store, segment_bytes=segment_bytes))
+            found = Archiver.open(engine, asked, open_storage=_open_archive, segment_bytes=segment_bytes)
+            engine.use_archive(found)
         archive = engine.archive
         # Who copies rows to the archive reads them in these columns, or in the next ones.
         with archive.archive.lock if archive is not None else contextlib.nullcontext():
@@ -226,7 +227,7 @@ class Store(Storage):
     @property
     def fields(self) -> StoredFields:
         """What adds and drops fields."""
-        return StoredFields(self)
+        return StoredFields(self, self._take_fields)
 
     @property
     def retention(self) -> Deletion:
@@ -514,7 +515,7 @@ class Store(Storage):
         size = 4096 if ring.slots is None else ring.slots
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
-    def take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
+    def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
         """Replace the fields; expstore.json has them already, and the lock is held."""
         description = Description.of(manifest)
         with self.locks.episodes, self._changing_fields(description.schema):
@@ -794,11 +795,6 @@ class Store(Storage):
         """Do what can be done before the process dies of a signal; other threads still run."""
         self.sync()
 
-    def leave_to_another(self) -> None:
-        """Leave closing to the ring whose archive this is: do not close when the program ends."""
-        self._warns_if_forgotten = False
-        unregister(self)
-
     def __del__(self) -> None:
         opened = "engine" in vars(self) and self.engine.background.running
         if opened and not self._closed and self.engine.lock_file.held:
@@ -838,6 +834,14 @@ class Store(Storage):
             "recovered": counters.recovered,
             "packed": {} if columns is None else columns.compression_ratios(),
         } | archive
+
+
+def _open_archive(path: Path, **options: Any) -> Store:
+    """Open the archive of a store, which closes it: nothing is done when the program ends without that."""
+    archive = Store(path, **options)
+    archive._warns_if_forgotten = False
+    unregister(archive)
+    return archive
 
 
 def _no_ranking_of(schema: Schema) -> SchemaError:

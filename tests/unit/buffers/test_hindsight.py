@@ -289,7 +289,7 @@ def test_transforms_that_look_at_other_steps_see_what_is_stored() -> None:
     class Ahead(StepTransform):
         def look(self, view: StepView) -> None:
             view.next_ids = view.at(view.ids, [2])[0][:, 0]
-            view.moved = frozenset({view.storage.place_of(("next", "achieved_goal"))})
+            view.moved = frozenset({view.storage.require_schema().place_of(("next", "achieved_goal"))})
 
         def apply(self, batch: Any, seen: None) -> Any:
             return batch

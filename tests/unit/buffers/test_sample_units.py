@@ -96,7 +96,7 @@ def test_windows_follow_episodes_that_come_in_turn(options: dict[str, Any], samp
         at[trajectory] += count
         if turn < 10:
             continue
-        (held,) = rb.storage.read(rb.storage.window.ids(), [rb.storage.place_of(("x",))])
+        (held,) = rb.storage.read(rb.storage.window.ids(), [rb.storage.require_schema().place_of(("x",))])
         batch = rb.sample()
         count = batch.shape[0] // unit.rows  # without replacement the end of a pass is shorter
         assert batch.shape == (count * unit.rows,)

@@ -23,7 +23,7 @@ def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[
     """Return the chance of each first row's x, from what the buffer holds."""
     storage = rb.storage
     ids = storage.window.ids()
-    (x,) = storage.read(ids, [storage.place_of(("x",))])
+    (x,) = storage.read(ids, [storage.require_schema().place_of(("x",))])
     weights = dict(
         zip(
             x.tolist(),

@@ -97,7 +97,10 @@ def test_rows_that_are_overwritten_are_drawn_again_of_the_same_trajectories() ->
     for _ in range(5):
         first = sampler.sample(rb.storage, 6, numbers)
         again = sampler.sample_again(rb.storage, first, numbers)
-        found = [rb.storage.read(one.ids)[rb.storage.place_of(("x",))] // 1000 for one in (first, again)]
+        found = [
+            rb.storage.read(one.ids)[rb.storage.require_schema().place_of(("x",))] // 1000
+            for one in (first, again)
+        ]
         assert found[0].tolist() == found[1].tolist()
         assert again.progress == first.progress
 

@@ -30,7 +30,7 @@ rows = partial(trajectory_rows, value=lambda x: (x * 7919 % 5).float())
 def held(rb: TensorDictReplayBuffer) -> dict[int, list[int]]:
     """Return trajectory -> x of its readable rows."""
     storage = rb.storage
-    (found,) = storage.read(storage.window.ids(), [storage.place_of(("x",))])
+    (found,) = storage.read(storage.window.ids(), [storage.require_schema().place_of(("x",))])
     trajectories: dict[int, list[int]] = {}
     for x in sorted(found.tolist()):
         trajectories.setdefault(x // 1000, []).append(x)
@@ -211,7 +211,7 @@ def test_priorities_count_beside_the_filter() -> None:
         values = np.random.default_rng(seed).random(ids.size).astype(np.float32)
         rb.update_priority(id=torch.from_numpy(ids), priority=torch.from_numpy(values))
         rb.refresh()
-        x = rb.storage.read(ids, [rb.storage.place_of(("x",))])[0]
+        x = rb.storage.read(ids, [rb.storage.require_schema().place_of(("x",))])[0]
         priority = dict(zip(x.tolist(), ((values + np.float32(1e-8)).astype(float)) ** 0.6, strict=True))
         expected = law(places(rb, lambda x, priority=priority: matches(x) * priority[x]), "start")  # type: ignore[misc]
         check(rb, expected)

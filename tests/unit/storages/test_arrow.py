@@ -787,7 +787,7 @@ def test_sizes_of_rows_follow_from_offsets(tmp_path: Path, compression: Any) -> 
             rb.extend(TensorDict({**data, "n": torch.arange(count)}, [count]))
         storage: Any = rb.storage
         ids = rng.integers(1, rows + 1, 500)
-        places = [storage.place_of((name,)) for name in parts]
+        places = [storage.require_schema().place_of((name,)) for name in parts]
         wanted = sum(row_sizes(column) for column in storage.read(ids, places))
         (segments,) = storage.state.columns.shared
         segments._load()

@@ -202,7 +202,7 @@ def test_priorities_are_the_writers(
             ids = writer.storage.window.ids()
             writer.update_priority(id=ids[::2], priority=torch.arange(len(ids[::2])) + 1.0)
             writer.flush()
-            reader.storage.refresh()
+            reader.storage.follow(priorities=True)
             assert priorities(reader) == priorities(writer)
             assert len(set(priorities(reader))) > 10
 

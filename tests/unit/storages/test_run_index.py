@@ -22,7 +22,7 @@ def shown(rb: ReplayBuffer) -> list[list[int]]:
         numbers = np.flatnonzero(runs.first < runs.stop)
         first, length = runs.first[numbers], runs.stop[numbers] - runs.first[numbers]
         ids = runs.rows(numbers, first, length)
-    found = rb.storage.read(ids)[rb.storage.place_of(("x",))].tolist()
+    found = rb.storage.read(ids)[rb.storage.require_schema().place_of(("x",))].tolist()
     return [found[end - n : end] for end, n in zip(np.cumsum(length), length, strict=True)]
 
 

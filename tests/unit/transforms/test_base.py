@@ -79,7 +79,7 @@ def interleaved(rb: Any, turns: int = 40, at: dict[int, int] | None = None) -> d
 def held(rb: Any) -> dict[int, set[int]]:
     """Return the steps of each trajectory that can be read."""
     storage = rb.storage
-    (values,) = storage.read(storage.window.ids(), [storage.place_of(X)])
+    (values,) = storage.read(storage.window.ids(), [storage.require_schema().place_of(X)])
     found: dict[int, set[int]] = {}
     for value in values.tolist():
         found.setdefault(value // 1000, set()).add(value % 1000)
@@ -287,7 +287,7 @@ class Moved(StepTransform):
 
     def look(self, view: StepView) -> Any:
         view.next_ids = view.at(view.ids, [1])[0][:, 0]
-        view.moved = frozenset({view.storage.place_of(("next", "x"))})
+        view.moved = frozenset({view.storage.require_schema().place_of(("next", "x"))})
 
     def apply(self, batch: Any, seen: Any) -> Any:
         return batch

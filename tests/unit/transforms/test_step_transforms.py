@@ -302,7 +302,7 @@ def test_what_is_stored_stays_and_n_steps_can_change() -> None:
     assert rb[:]["next", "x"].flatten().tolist() == [3, 4, 5, 5, 5, 6]
     multi.n_steps = 2
     assert rb[:]["next", "x"].flatten().tolist() == [2, 3, 4, 5, 5, 6]
-    (stored,) = rb.storage.read(np.arange(1, 7), [rb.storage.place_of(("next", "reward"))])
+    (stored,) = rb.storage.read(np.arange(1, 7), [rb.storage.require_schema().place_of(("next", "reward"))])
     assert stored.flatten().tolist() == [1] * 6
     for wrong in (0, -1, 2.0, True, None):
         with pytest.raises(ValueError, match="must be a strictly positive integer"):

@@ -283,7 +283,7 @@ def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
         own = base.Storage.read
 
         def noted(storage: Any, ids: np.ndarray, places: Any = None) -> Any:
-            read.extend(list(places) if storage.place_of(("frame",)) in places else [])
+            read.extend(list(places) if storage.require_schema().place_of(("frame",)) in places else [])
             return own(storage, ids, places)
 
         monkeypatch.setattr(base.Storage, "read", noted)

@@ -236,7 +236,7 @@ def test_autoreset_and_lanes_are_found_by_their_bytes(tmp_path: Path) -> None:
     data = TensorDict(both, [steps, lanes], names=["time", None])
     with buffer(tmp_path / "a.exp", None) as rb:
         rb.extend(data, source="lanes")
-        column = rb.storage.state.columns.columns[rb.storage.place_of(("frame",))]
+        column = rb.storage.state.columns.columns[rb.storage.require_schema().place_of(("frame",))]
         alike = np.isin(here, there).sum()
         assert (column.distances(np.arange(steps * lanes)) > 0).sum() == alike > 250
         assert torch.equal(rb[:]["frame"], half_noise_frames(here.reshape(-1)))

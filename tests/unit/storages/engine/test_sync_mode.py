@@ -354,7 +354,7 @@ def test_what_changes_rows_in_place_or_forgets_them_lasts_too(
     shutil.copyfile(  # the change itself has not reached the disk
         store_path / "columns/_row/id/c/0", copy / "columns/_row/id/c/0"
     )
-    column = rb.storage.state.columns.columns[rb.storage.place_of(("action",))]  # type: ignore[attr-defined]
+    column = rb.storage.state.columns.columns[rb.storage.require_schema().place_of(("action",))]  # type: ignore[attr-defined]
     with (copy / column.shard_path(0).relative_to(store_path)).open("r+b") as file:
         file.write(np.arange(10, dtype="<i8") % 3)
     again = open_store(path=copy)
