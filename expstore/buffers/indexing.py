@@ -95,12 +95,25 @@ class ShapingHandle(DrawingHandle):
     def _taken(self, data: Any, *, single: bool = False) -> Batch | None:
         """Return what is to be written as columns; None: the transforms say that nothing is."""
         if len(self._transform):
-            if self._has_fields(data):
-                data = tensordict_of(self._to_batch(data, single=single), single=single)
-            data = self._transform.inverse(data, single=single)
+            data = self._invert(data, self._storage.ndim - single, single=single)
             if data is None:
                 return None
         return self._to_batch(data, single=single)
+
+    def _invert(self, data: Any, dims: int, *, single: bool) -> Any:
+        """Return rows as the transforms have them stored; None: nothing is to be written.
+
+        Args:
+            data: The rows; transforms are given TensorDicts for dicts and tables.
+            dims: How many dims of it are rows.
+            single: It is one row, or one for each lane.
+        """
+        if self._has_fields(data):
+            layout = replace(layout_of(self._storage), ndim=1, dim=0, all_dims=True)
+            data = tensordict_of(self._read_columns(data, layout, single=not dims), single=not dims)
+            if dims > 1:
+                data.batch_size = next(iter(data.values(True, True))).shape[:dims]
+        return self._transform.inverse(data, single=single)
 
     def _to_batch(self, data: Any, *, single: bool) -> Batch:
         intake, batch = self._intake, None
@@ -130,9 +143,9 @@ class ShapingHandle(DrawingHandle):
         return batch_of(told.schema, columns)
 
     def _has_fields(self, data: Any) -> bool:
-        """Return whether these are dicts, or a table of Arrow's, whose names are those of fields.
+        """Return whether rows come in dicts, or in an Arrow table, whose names are those of fields.
 
-        Where rows are trees or objects, dicts are kept as such.
+        Dicts have none where rows are trees or objects.
         """
         if is_table(data):
             return True
@@ -178,9 +191,7 @@ class ShapingHandle(DrawingHandle):
             writer = storage.writer()
             ids, shape = find(storage, index, self.dim_extend)
             if len(self._transform):
-                if self._has_fields(data):
-                    data = tensordict_of(self._to_batch(data, single=shape == ()), single=shape == ())
-                data = self._transform.inverse(data, single=shape == ())
+                data = self._invert(data, len(shape), single=shape == ())
             if data is not None:
                 # As the index has it, not as time and lanes have it.
                 layout = replace(layout_of(storage, 0), ndim=max(1, len(shape)), all_dims=False)
@@ -202,10 +213,8 @@ class ShapingHandle(DrawingHandle):
         numbers: np.random.Generator | None = None,
     ) -> Any:
         """Return rows as users get them: put together, collated, transformed, in their place."""
-        form, root = (
-            self._current_form(),
-            dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True)),
-        )
+        form = self._current_form()
+        root = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
         if view is None:
             batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
         else:

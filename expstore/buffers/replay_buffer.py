@@ -327,9 +327,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
 
     def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        return unmoved(self._storage, partial(self._made, turn, request, instead))
+        return unmoved(self._storage, partial(self._build, turn, request, instead))
 
-    def _made(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
+    def _build(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
         selection, columns, view = self._draw(turn, request.size, instead)
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None

@@ -23,10 +23,11 @@ from tensordict import (
     is_tensor_collection,
 )
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
-from expstore.data.to_arrays import bfloat16_to_float32, ragged_rows
+from expstore.data.to_arrays import ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
 from expstore.episodes.sessions import SessionKey
@@ -525,7 +526,7 @@ class Builder:
                 groups[parent][inner] = {}
                 groups.append(groups[parent][inner])
             if special == "bfloat16":
-                groups[group][name] = bfloat16_to_float32(column)
+                groups[group][name] = widen_bfloat16(column)
             elif special == ARROW:
                 groups[group][name] = ragged_rows(column, arrow, size)
             else:

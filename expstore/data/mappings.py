@@ -5,6 +5,7 @@ Used by buffers whose rows are TensorDicts; no TensorDict is built. It knows not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from expstore.data.containers import Layout
 from expstore.data.leaves import to_columns
 from expstore.data.variable_rows import column_of_rows
 from expstore.errors import SchemaError
-from expstore.schema.schema import DTYPES, OBJECT, Schema
+from expstore.schema.schema import DTYPES, Schema
 
 __all__ = ["take_mapping", "take_mappings"]
 
@@ -67,9 +68,9 @@ def take_mapping(
     dims = layout.ndim - single
     found = [_read(key, leaf, single, schema) for key, leaf in zip(keys, leaves, strict=True)]
     if layout.dim and not single:
-        found = [_swapped(key, leaf, layout.dim) for key, leaf in zip(keys, found, strict=True)]
+        found = [_swap(key, leaf, layout.dim) for key, leaf in zip(keys, found, strict=True)]
     shape = _row_dims(keys, found, dims)
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     arrays: list[Any] = []
     dtypes: list[str] = []
     for key, leaf in zip(keys, found, strict=True):
@@ -96,7 +97,7 @@ def take_mappings(
     Raises:
         SchemaError: Rows have different fields, or cannot be stored.
     """
-    return take_mapping(_stacked(rows, ()), layout, skip=skip, schema=schema)
+    return take_mapping(_stack(rows, ()), layout, skip=skip, schema=schema)
 
 
 def _collect(
@@ -125,7 +126,7 @@ def _collect(
             leaves.append(value)
 
 
-def _stacked(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
+def _stack(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
     """Return a dict of columns for dicts of single values."""
     names = rows[0].keys()
     for number, row in enumerate(rows):
@@ -134,57 +135,61 @@ def _stacked(rows: Sequence[Mapping[str, Any]], path: Key) -> dict[str, Any]:
         if row.keys() != names:
             where = f" in {key_name(path)!r}" if path else ""
             raise SchemaError(f"row {number} has other fields{where} than row 0", hint=f"row 0: {[*names]}")
-    stacked: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for name in names:
         values = [row[name] for row in rows]
         if isinstance(values[0], Mapping):
-            stacked[name] = _stacked(values, (*path, name))
-        elif len(
-            {(type(value), getattr(value, "dtype", None), np.shape(value)) for value in values}
-        ) == 1 and (isinstance(values[0], (np.ndarray, np.generic)) and values[0].dtype.kind in "biufc"):
-            stacked[name] = np.stack(values)
+            columns[name] = _stack(values, (*path, name))
         else:
-            stacked[name] = values
-    return stacked
+            columns[name] = np.stack(values) if _are_alike(values) else values
+    return columns
+
+
+def _are_alike(values: Sequence[Any]) -> bool:
+    """Return whether values are NumPy's numbers, or arrays of them, of one dtype and shape."""
+    if not all(isinstance(value, (np.ndarray, np.generic)) for value in values):
+        return False
+    kinds = {(value.dtype, value.shape) for value in values}
+    return len(kinds) == 1 and values[0].dtype.kind in "biufc"
 
 
 def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
     """Return a leaf as an array and the name of its dtype, or as a list of one value per row."""
     field = schema[key] if schema is not None and key in schema else None
-    if field is not None and field.variable and not isinstance(leaf, (np.ndarray, torch.Tensor)):
-        return [leaf] if single else _values(key, leaf)
     if isinstance(leaf, torch.Tensor):
         if leaf.is_nested:
             return leaf
         (array,), (dtype,) = to_columns([key], [leaf])
         return array, dtype
-    if isinstance(leaf, (bool, int, float)) or (isinstance(leaf, list) and not single):
-        read = _read_plain(key, leaf, None if field is None else field.dtype)
-        return read if read is not None else leaf
-    if isinstance(leaf, list):
-        read = _read_plain(key, leaf, None if field is None else field.dtype)
-        return read if read is not None else [leaf]
-    if hasattr(leaf, "__array__") or isinstance(leaf, np.generic):
+    if field is not None and field.variable and not isinstance(leaf, np.ndarray):
+        return [leaf] if single else _values(key, leaf)
+    if isinstance(leaf, (bool, int, float, list, tuple)):
+        numbers = _read_numbers(key, leaf, None if field is None else field.dtype)
+        if numbers is not None:
+            return numbers
+    elif hasattr(leaf, "__array__"):
         array = np.asarray(leaf)
         if array.dtype.kind in "biufc":
-            return array, _name_of(key, array)
-        return [array.tolist()] if single else array.tolist()
-    if single:
-        return [leaf]
-    raise SchemaError(
-        f"field {key_name(key)!r} is a {type(leaf).__name__}, which has no value per row",
-        hint="give an array, a tensor or a list; add() takes single rows",
-    )
+            return _in_native_order(key, array)
+        leaf = array.tolist()
+    return [leaf] if single else _values(key, leaf)
 
 
 def _values(key: Key, leaf: Any) -> list[Any]:
-    if isinstance(leaf, (str, bytes)) or not hasattr(leaf, "__iter__"):
-        raise SchemaError(f"field {key_name(key)!r} is {leaf!r:.80}", hint="give a list of one value per row")
+    """Return a leaf as a list of one value per row."""
+    if isinstance(leaf, (str, bytes)) or not isinstance(leaf, Sequence):
+        raise SchemaError(
+            f"field {key_name(key)!r} has type {type(leaf).__name__}: extend() takes one value per row",
+            hint="give an array, a tensor or a list; add() takes a single row",
+        )
     return list(leaf)
 
 
-def _read_plain(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | None:
-    """Return Python's own numbers as an array; None: there are others, or rows differ in shape."""
+def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | None:
+    """Return a number, or nested lists of them, as an array; None: it holds other values, or is ragged.
+
+    Python's own numbers get the dtype of the field, `wanted`, if it is of their kind.
+    """
     try:
         array = np.asarray(leaf)
     except (ValueError, TypeError, RuntimeError):
@@ -193,11 +198,10 @@ def _read_plain(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | 
     if kind not in "biufc":
         return None
     if kind not in _PLAIN or not _is_plain(leaf):
-        return array, _name_of(key, array)
-    takes = wanted is not None and wanted != OBJECT and wanted in DTYPES and wanted != "bfloat16"
-    dtype = (
-        wanted if takes and wanted is not None and DTYPES[wanted].kind in _TAKEN_BY[kind] else _PLAIN[kind]
-    )
+        return _in_native_order(key, array)
+    # bfloat16 is left out: NumPy has its bits only.
+    fits = wanted in DTYPES and wanted != "bfloat16" and DTYPES[wanted].kind in _TAKEN_BY[kind]
+    dtype = wanted if fits and wanted is not None else _PLAIN[kind]
     cast = array.astype(DTYPES[dtype])
     if kind == "i" and not np.array_equal(cast, array):
         raise SchemaError(f"field {key_name(key)!r} is {dtype}, and {leaf!r:.80} does not fit into it")
@@ -206,19 +210,24 @@ def _read_plain(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] | 
 
 def _is_plain(leaf: Any) -> bool:
     """Return whether a number, or each one in nested lists, is Python's own."""
-    if isinstance(leaf, list):
+    if isinstance(leaf, (list, tuple)):
         return all(map(_is_plain, leaf))
     return isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
 
 
-def _name_of(key: Key, array: Array) -> str:
-    name = array.dtype.newbyteorder("=").name
-    if name not in DTYPES:
+def _in_native_order(key: Key, array: Array) -> tuple[Array, str]:
+    """Return an array in this machine's byte order, and the name of its dtype.
+
+    Raises:
+        SchemaError: No field has such a dtype.
+    """
+    native = array.dtype.newbyteorder("=")
+    if native.name not in DTYPES:
         raise SchemaError(f"field {key_name(key)!r} has dtype {array.dtype}, which cannot be stored")
-    return name
+    return array.astype(native, copy=False), native.name
 
 
-def _swapped(key: Key, leaf: Any, dim: int) -> Any:
+def _swap(key: Key, leaf: Any, dim: int) -> Any:
     if not isinstance(leaf, tuple):
         return leaf
     array, dtype = leaf
@@ -247,7 +256,7 @@ def _row_dims(keys: Sequence[Key], found: Sequence[Any], dims: int) -> tuple[int
             own = (leaf.size(0) if isinstance(leaf, torch.Tensor) else len(leaf),)[:dims]
         if shape is None:
             shape, first = own, key
-        elif own != shape and not (not isinstance(leaf, tuple) and int(np.prod(shape)) == int(np.prod(own))):
+        elif own != shape and (isinstance(leaf, tuple) or math.prod(own) != math.prod(shape)):
             raise SchemaError(
                 f"field {key_name(key)!r} has {_rows(own)}, {key_name(first)!r} has {_rows(shape)}",
                 hint="all fields have one value per row",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import NonTensorStack, is_non_tensor, is_tensor_collection
 
@@ -17,13 +16,13 @@ from expstore.core.values import Array, Key
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_values
 
-__all__ = ["bfloat16_to_float32", "put_entry", "ragged_rows", "to_arrays"]
+__all__ = ["put_entry", "ragged_rows", "to_arrays"]
 
 
 def to_arrays(batch: Any) -> Any:
     """Return tensors as arrays: nested dicts of them for TensorDicts, trees as they are.
 
-    Arrays share the memory of tensors in host memory. bfloat16, which NumPy has not, becomes float32; a
+    Arrays share the memory of tensors in host memory. bfloat16, which NumPy does not have, becomes float32; a
     nested tensor becomes an array of objects, which are the arrays of its rows.
     """
     if is_non_tensor(batch):
@@ -41,12 +40,6 @@ def to_arrays(batch: Any) -> Any:
     if type(batch) in (list, tuple):
         return type(batch)(to_arrays(value) for value in batch)
     return batch
-
-
-def bfloat16_to_float32(bits: Array) -> Array:
-    """Return bfloat16 numbers, kept as uint16 bits, as float32: their upper halves."""
-    wide: Array = (np.asarray(bits).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return wide
 
 
 def ragged_rows(column: Any, arrow: str, size: Sequence[int]) -> Array:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray
 from expstore.episodes.fragments import cut_uneven
 from expstore.episodes.sessions import SessionKey
@@ -238,7 +239,7 @@ class RowFacts:
             return *ends, None
         rewards = columns[self._reward]
         if self._bits:
-            rewards = (rewards.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            rewards = widen_bfloat16(rewards)
         if rewards.size == len(rewards):
             return *ends, rewards.reshape(-1)
         several = rewards.reshape(len(rewards), -1).astype(np.float64)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.disk.files import Disk
 from expstore.errors import SchemaError
 from expstore.exchange.base import Imported, Progress, Tell, piece_rows
-from expstore.exchange.bfloat16 import narrowed, widened
 from expstore.exchange.export import Tally
 from expstore.exchange.field_names import FLAGS, SCALARS, check_keys, check_map, our_key, their_path
 from expstore.exchange.fill import new_store, settings_of
@@ -161,7 +161,7 @@ def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
 def to_stored(entry: Field, column: Array) -> Array:
     """Return values as they are written: NumPy has no bfloat16."""
     if entry.dtype == "bfloat16":
-        return widened(column)
+        return widen_bfloat16(column)
     return column
 
 
@@ -325,7 +325,7 @@ def to_field(key: Key, column: Column, known: Mapping[str, Any] | None) -> Field
 def from_stored(entry: Field, values: Array, count: int) -> Array:
     """Return values as their field keeps them."""
     if entry.dtype == "bfloat16":
-        values = narrowed(values)
+        values = narrow_to_bfloat16(values)
     elif entry.dtype == "bool" and values.dtype != np.bool_:
         values = values.astype(np.float64) > 0.5
     return np.ascontiguousarray(values, entry.numpy_dtype).reshape(count, *entry.shape)

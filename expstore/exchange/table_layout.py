@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from expstore.core.bfloat16 import narrow_to_bfloat16
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
-from expstore.exchange.bfloat16 import narrowed
 from expstore.exchange.table_survey import Seen, Survey
 from expstore.exchange.tables import ABOUT, FORMAT, OWN, VALUES, arrow_type, row_values
 from expstore.exchange.variable_rows import from_file, suits, text_of
@@ -288,7 +288,7 @@ def _to_column(entry: Field, array: Any, rows: int) -> Any:
     if values.size != rows * row_values(entry):
         raise SchemaError(f"column {key_name(entry.key)!r} has rows that are not {entry}")
     if entry.dtype == "bfloat16":
-        values = narrowed(values)
+        values = narrow_to_bfloat16(values)
     elif entry.dtype == "complex64":
         values = values.view(np.complex64)
     return np.ascontiguousarray(values, entry.numpy_dtype).reshape(rows, *entry.shape)

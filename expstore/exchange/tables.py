@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, Key, key_name
 from expstore.errors import SchemaError
-from expstore.exchange.bfloat16 import widened
 from expstore.exchange.variable_rows import file_type, to_file
 from expstore.schema.schema import DTYPES, Field
 
@@ -123,7 +123,7 @@ def _to_array(entry: Field, column: Any) -> Any:
         return to_file(entry, column)
     flat = np.ascontiguousarray(column).reshape(-1)
     if entry.dtype == "bfloat16":
-        flat = widened(flat)
+        flat = widen_bfloat16(flat)
     elif entry.dtype == "complex64":
         flat = flat.view(np.float32)
     values = pa.array(flat)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from expstore.core.bfloat16 import narrow_to_bfloat16, widen_bfloat16
 from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
-from expstore.exchange.bfloat16 import narrowed, widened
 from expstore.schema.arrow_types import Ragged, ragged_of, ragged_type, to_type, type_text
 from expstore.schema.casting import fit_arrow
 from expstore.schema.schema import Field
@@ -130,10 +130,10 @@ def _with_values(array: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _widened(bits: Any) -> Any:
-    return pa.array(widened(bits.to_numpy()))
+    return pa.array(widen_bfloat16(bits.to_numpy()))
 
 
 def _narrowed(values: Any) -> Any:
     if values.null_count:
         raise ValueError("a tensor has no value in some place")
-    return pa.array(narrowed(values.to_numpy()))
+    return pa.array(narrow_to_bfloat16(values.to_numpy()))

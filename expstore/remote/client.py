@@ -188,7 +188,7 @@ class RemoteReplayBuffer(LocalOnly):
 
     def _tensordict_of(self, data: Any, *, single: bool) -> Any:
         """Return rows as a TensorDict, in which form they are sent; other things as they are."""
-        first = data[0] if isinstance(data, list) else data
+        first = data[0] if isinstance(data, list) and data else data
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
         if is_table(data) and not single:

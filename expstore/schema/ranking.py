@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array
 from expstore.schema.schema import Field
 
@@ -25,7 +26,7 @@ def rank_rows(entry: Field, column: Array, reduction: str) -> Array:
         Shape `(n,)`, float64.
     """
     if entry.dtype == "bfloat16":
-        column = (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        column = widen_bfloat16(column)
     return reduce_values(column.reshape(column.shape[0], -1).astype(np.float64), reduction)
 
 

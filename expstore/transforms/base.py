@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
 from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError, StateError
@@ -208,7 +209,7 @@ class StepView:
         (column,) = self.read(ids, [key])
         dtype = self.storage.require_schema()[key].dtype
         if dtype == "bfloat16":
-            return (column.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            return widen_bfloat16(column)
         if dtype in (OBJECT, ARROW, "complex64"):
             raise SchemaError(f"{key_name(key)!r} must be a field of numbers, but it has dtype {dtype}")
         return column if column.dtype == np.float32 else column.astype(np.float64)

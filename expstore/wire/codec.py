@@ -22,6 +22,7 @@ import pyarrow as pa
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, Key, key_name
 from expstore.data import containers
 from expstore.data.batch import Batch, Builder
@@ -605,7 +606,7 @@ def _to_arrow(entry: Field, kind: Any, column: Any) -> Any:
         return column if column.type == kind else column.cast(kind)
     flat = np.ascontiguousarray(column).reshape(-1)
     if entry.dtype == "bfloat16":
-        flat = (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        flat = widen_bfloat16(flat)
     elif entry.dtype == "complex64":
         flat = flat.view(np.float32)
     values = pa.array(flat)

@@ -172,6 +172,7 @@ def test_the_first_batch_fixes_the_fields(tmp_path: Path) -> None:
     with open_store(tmp_path / "a.exp") as rb:
         rb.add({"a": 1, "b": 2.5, "c": True, "d": np.float64(1), "e": np.arange(3, dtype=">i2")})
         found = {field.key[0]: (field.dtype, field.shape) for field in rb.schema.fields}
+        np.testing.assert_array_equal(rb[0]["e"].numpy(), [0, 1, 2])  # though its bytes came the other way
     assert found == {
         "a": ("int64", ()),
         "b": ("float32", ()),
@@ -238,7 +239,10 @@ WRONG = {
     "one value": ({"a": np.float32(1), "b": np.arange(2)}, r"'a' has shape \[\].*add\(\)"),
     "lengths": ({"a": np.arange(2), "b": {"c": np.arange(3)}}, "'b.c' has 3 rows, 'a' has 2 rows"),
     "dtype": ({"a": np.arange(2, dtype=np.complex128)}, "'a' has dtype complex128"),
-    "a text": ({"a": "text"}, "'a' is a str, which has no value per row"),
+    "a text": ({"a": "text"}, r"'a' has type str: extend\(\) takes one value per row"),
+    "a number too large": ({"a": 2**70}, "'a' has type int: extend"),
+    "numbers too large": ({"a": [2**70]}, "'a' holds objects"),
+    "ragged lists": ([{"a": [[1], [1, 2]]}, {"a": [[1], [1, 2]]}], "'a' holds objects"),
     "a field twice": ({"a.b": np.arange(2), "a": {"b": np.arange(2)}}, "'a.b' comes twice"),
     "rows of other kinds": ([{"a": 1}, 5], "row 1 has type int, row 0 is a dict"),
     "rows of other fields": ([{"a": 1, "b": 2}, {"a": 1}], "row 1 has other fields than row 0"),
@@ -269,6 +273,47 @@ def test_rows_that_do_not_fit_are_refused(rb: TensorDictReplayBuffer, change: An
     with pytest.raises(SchemaError, match=message):
         rb.extend(rows(0, 3) | change)
     assert len(rb) == 40
+
+
+def test_transforms_see_the_dims_that_make_rows() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Look:
+        def inv(self, data: TensorDict) -> TensorDict:
+            seen.append(tuple(data.batch_size))
+            return data
+
+        def forward(self, data: TensorDict) -> TensorDict:
+            return data
+
+        __call__ = forward
+
+    data = np.arange(24).reshape(4, 3, 2)
+    stored: list[Any] = []
+    for make in (dict, lambda rows: TensorDict({"a": torch.from_numpy(rows["a"])}, rows["a"].shape[:-1])):
+        storage = MemoryStorage(24, ndim=2)
+        rb = TensorDictReplayBuffer(storage=storage, transform=Look(), dim_extend=0)
+        rb.extend(make({"a": data}))
+        rb.add(make({"a": data[0]}))
+        rb[1:3] = make({"a": -data[1:3]})
+        stored.append(rb[:]["a"].tolist())
+    assert seen[:3] == seen[3:]
+    assert stored == [[data[0].tolist(), *(-data[1:3]).tolist(), data[3].tolist(), data[0].tolist()]] * 2
+
+
+class Foreign:
+    """An array of another library, as JAX has them."""
+
+    def __init__(self, values: Any) -> None:
+        self._values = values
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return np.asarray(self._values, dtype)
+
+
+def test_arrays_of_other_libraries_are_taken(rb: TensorDictReplayBuffer) -> None:
+    rb.extend(rows(40, 2) | {"action": Foreign(np.array([40, 41]))})
+    assert rb["action"].tolist() == [*range(42)]
 
 
 def test_a_dict_may_hold_tensordicts_and_tensors(rb: TensorDictReplayBuffer) -> None:
