@@ -246,7 +246,7 @@ class ShapingHandle(DrawingHandle):
     #: Whether nothing but transforms and collation changes what `_given` puts together.
     _gives_rows_as_they_are = True
 
-    def _given_arrays(
+    def _build_arrays(
         self,
         columns: Sequence[Array],
         size: tuple[int, ...],

@@ -242,9 +242,9 @@ class ReplayBuffer(Patching, LateFields, Direct):
     def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
         """Return rows' numbers as users know them: one for each dim that makes rows."""
         flat = flat or self._storage.geometry.ndim == 1
-        return torch.from_numpy(numbers if flat else self._unraveled(numbers))
+        return torch.from_numpy(numbers if flat else self._unravel(numbers))
 
-    def _unraveled(self, numbers: IntArray) -> IntArray:
+    def _unravel(self, numbers: IntArray) -> IntArray:
         """Return one number for each dim that makes rows. Shape `(n,)`, or `(n, ndim)`."""
         geometry = self._storage.geometry
         return numbers if geometry.ndim == 1 else geometry.unravel(numbers)
@@ -334,7 +334,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         root = self._root(selection)
         more = self._marked(selection, columns) if selection.marks or selection.info else None
         numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
-        give = self._given_arrays if request.as_numpy else self._given
+        give = self._build_arrays if request.as_numpy else self._given
         return give(columns, (selection.ids.size,), root, more, view, numbers), selection
 
     def _draw(
@@ -380,7 +380,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return {}
 
     def _info(self, selection: Selection, batch: Any, *, as_numpy: bool = False) -> dict[str | Key, Any]:
-        index: Any = self._unraveled(self._storage.geometry.index_of(selection.ids))
+        index: Any = self._unravel(self._storage.geometry.index_of(selection.ids))
         info: dict[str | Key, Array] = {"id": selection.ids}
         if self._writer.tracks_generations:
             info["index_generation"] = self._storage.geometry.generations_of(selection.ids)

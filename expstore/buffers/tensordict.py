@@ -98,15 +98,15 @@ class TensorDictReplayBuffer(ReplayBuffer):
         fits = isinstance(first, TensorDictBase) or (isinstance(data, list) and not data)
         if not fits and not self._has_fields(data):
             raise SchemaError(
-                f"expected a TensorDict, a dict of arrays or an Arrow table, got {type(first).__name__}: "
-                f"{type(self).__name__} only accepts TensorDictBase subclasses and those, no tensorclasses",
+                f"{type(self).__name__} only accepts TensorDictBase subclasses, dicts of arrays and Arrow "
+                f"tables, got {type(first).__name__}",
                 hint="use a ReplayBuffer",
             )
         return super()._to_batch(data, single=single)
 
     def _root(self, selection: Selection) -> dict[str, Array]:
         geometry = self._storage.geometry
-        root: dict[str, Array] = {"index": self._unraveled(geometry.index_of(selection.ids))}
+        root: dict[str, Array] = {"index": self._unravel(geometry.index_of(selection.ids))}
         if self._with_ids:
             root["id"] = selection.ids
         if self._writer.tracks_generations:

@@ -378,18 +378,23 @@ class Intake:
         return Batch([], [], values, count, arranged=self._schema)
 
 
+#: The largest finite float of so many bytes.
+_LARGEST = {size: float(np.finfo(f"f{size}").max) for size in (2, 4, 8)}
+
+
 def _one_number(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
-    """Return a number as a column of one row, if that loses nothing."""
+    """Return a number as a column of one row; None if that needs a closer look. Floats are rounded."""
     if shape != (1,):
         return None
     kind = type(value)
     if kind is float:
-        return np.array([value], dtype) if dtype.kind == "f" else None
+        fits = dtype.kind == "f" and abs(value) <= _LARGEST[dtype.itemsize]
+        return np.array([value], dtype) if fits else None
     if kind is bool:
         return np.array([value], dtype) if dtype.kind == "b" else None
     if kind is int:
         found = np.array([value], dtype) if dtype.kind in "iuf" else None
-        return found if found is not None and found[0] == value else None
+        return found if found is not None and int(found[0]) == value else None
     return np.array([value]) if isinstance(value, np.generic) else None
 
 

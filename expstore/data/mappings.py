@@ -202,8 +202,10 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
     # bfloat16 is left out: NumPy has its bits only.
     fits = wanted in DTYPES and wanted != "bfloat16" and DTYPES[wanted].kind in _TAKEN_BY[kind]
     dtype = wanted if fits and wanted is not None else _PLAIN[kind]
-    cast = array.astype(DTYPES[dtype])
-    if kind == "i" and not np.array_equal(cast, array):
+    with np.errstate(over="ignore", invalid="ignore"):
+        cast = array.astype(DTYPES[dtype])
+        kept = cast.astype(np.int64) == array if kind == "i" else np.isfinite(cast) == np.isfinite(array)
+    if not np.all(kept):
         raise SchemaError(f"field {key_name(key)!r} is {dtype}, and {leaf!r:.80} does not fit into it")
     return cast, dtype
 

@@ -192,17 +192,17 @@ class RemoteReplayBuffer(LocalOnly):
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
         if is_table(data) and not single:
-            told, columns = take_table(data, self._known_fields(), skip=frozenset(_OWN))
+            told, columns = take_table(data, self._fetch_fields(), skip=frozenset(_OWN))
             return Codec(told.schema).build(columns, told.batch_size, told.names)
         if not isinstance(first, Mapping):
             return data
-        layout, skip, schema = Layout(typed=True), frozenset(_OWN), self._known_fields()
+        layout, skip, schema = Layout(typed=True), frozenset(_OWN), self._fetch_fields()
         if isinstance(data, list):
             return tensordict_of(take_mappings(data, layout, skip=skip, schema=schema), single=False)
         batch = take_mapping(data, layout, single=single, skip=skip, schema=schema)
         return tensordict_of(batch, single=single)
 
-    def _known_fields(self) -> Schema | None:
+    def _fetch_fields(self) -> Schema | None:
         """Return the fields of the store; None: it has none yet."""
         if self._fields is None:
             self._fields = self.schema
@@ -229,7 +229,7 @@ class RemoteReplayBuffer(LocalOnly):
         if own:  # a sample goes back in without them, as in-process
             data = data.exclude(*own)
         wishes = {name: value for name, value in told.items() if value is not None}
-        self._known_fields()  # rows without a fixed size are sent as the store has them
+        self._fetch_fields()  # rows without a fixed size are sent as the store has them
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}

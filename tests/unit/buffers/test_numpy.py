@@ -168,6 +168,17 @@ def test_pythons_own_numbers_take_the_dtype_of_the_field(rb: TensorDictReplayBuf
     assert rb["action"].tolist()[-2:] == [8, 9]
 
 
+@pytest.mark.parametrize("value", [1e300, 2**63 + 1, "text", None])
+def test_a_number_that_does_not_fit_is_refused(tmp_path: Path, value: Any) -> None:
+    with open_store(tmp_path / "a.exp") as rb:
+        rb.add({"a": 1.0, "b": 1})
+        for field in ("a", "b"):
+            with pytest.raises(SchemaError):
+                rb.add({"a": 2.0, "b": 2} | {field: value})
+        rb.add({"a": float("inf"), "b": 3})
+        assert rb["a"].tolist() == [1.0, float("inf")]
+
+
 def test_the_first_batch_fixes_the_fields(tmp_path: Path) -> None:
     with open_store(tmp_path / "a.exp") as rb:
         rb.add({"a": 1, "b": 2.5, "c": True, "d": np.float64(1), "e": np.arange(3, dtype=">i2")})
@@ -243,6 +254,7 @@ WRONG = {
     "a number too large": ({"a": 2**70}, "'a' has type int: extend"),
     "numbers too large": ({"a": [2**70]}, "'a' holds objects"),
     "ragged lists": ([{"a": [[1], [1, 2]]}, {"a": [[1], [1, 2]]}], "'a' holds objects"),
+    "a float too large": ({"a": [1.0, 1e300]}, "'a' is float32, and .* does not fit"),
     "a field twice": ({"a.b": np.arange(2), "a": {"b": np.arange(2)}}, "'a.b' comes twice"),
     "rows of other kinds": ([{"a": 1}, 5], "row 1 has type int, row 0 is a dict"),
     "rows of other fields": ([{"a": 1, "b": 2}, {"a": 1}], "row 1 has other fields than row 0"),

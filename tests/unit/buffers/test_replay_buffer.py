@@ -550,7 +550,7 @@ def test_what_does_not_fit_changes_nothing(make: Make) -> None:
         ),
         (rows(8), r"without batch dims; use add\(\)"),
         ({"observation": torch.zeros(1, 3)}, "lacks 'action', 'next.reward'"),
-        (("text",), "expected a TensorDict, a dict of arrays or an Arrow table, got tuple"),
+        (("text",), "only accepts TensorDictBase subclasses, dicts of arrays and Arrow tables, got tuple"),
         (
             rows([8]).set("action", TensorDict({"a": torch.zeros(1)}, [1])),
             "lacks 'action' and has unknown 'action.a'",

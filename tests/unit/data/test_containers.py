@@ -132,9 +132,7 @@ def test_a_list_of_tensordicts(storage: Storage) -> None:
     with TensorDictReplayBuffer(storage=storage, batch_size=4) as rb:
         rb.extend([TensorDict({"a": torch.tensor(number)}) for number in range(3)])
         same(rb["a"], torch.arange(3))
-        with pytest.raises(
-            SchemaError, match="got Tensor: TensorDictReplayBuffer only accepts TensorDictBase"
-        ):
+        with pytest.raises(SchemaError, match="TensorDictReplayBuffer only accepts .*, got Tensor"):
             rb.extend(torch.zeros(3))
 
 
