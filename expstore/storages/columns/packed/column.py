@@ -255,6 +255,15 @@ class PackedRows(Column, AppendedPart):
         for source in sorted(sources, key=lambda source: source.turn):
             self._show(source.shard, source.turn, source.addresses, source.chunks)
 
+    def _show_up_to(self, turn: int, shard: int) -> None:
+        """Let only chunks up to this shard be found, when a column is opened.
+
+        Those of later turns were never published, and would hide the rows before them in the same slots.
+        """
+        self._show_all(
+            one for one in self._found() if one.turn == ANY_TURN or (one.turn, one.shard) <= (turn, shard)
+        )
+
     def paths(self) -> list[Path]:
         """Return the files in which rows are."""
         return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(_FILES)]

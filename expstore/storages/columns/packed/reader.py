@@ -97,6 +97,7 @@ class PackedReader(PackedRows, FollowedPart):
         (turn, slot), each = self.place_behind(last), self.packing.rows
         inside = slot % each
         lost = self._lost_slots(slot - inside, slot, turn)
+        self._show_up_to(turn, slot // self.packing.shard)
         try:
             rows = self.part(slot - inside, inside)
         except CorruptionError:

@@ -301,6 +301,8 @@ class PackedColumn(PackedRows, WrittenPart):
         place, each = self.place_behind(last), self.packing.rows
         (turn, slot), covered = place, self.place_behind(synced)
         shard, inside = slot // self.packing.shard, slot % each
+        if self._sources_new:
+            self._show_up_to(turn, shard)
         rows = self.part(slot - inside, inside)
         dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
         self._scrap += [self.shard_path(source.shard) for source in dead]

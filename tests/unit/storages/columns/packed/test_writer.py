@@ -499,6 +499,30 @@ def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, la
     life.end()
 
 
+@pytest.mark.parametrize("last", [13, 15])
+def test_rows_of_a_later_turn_hide_none(tmp_path: Path, last: int) -> None:
+    """A chunk of the next turn, never published, lies where the newest rows that count do."""
+    life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
+    life.extend(last)
+    life.sync()
+    former = life.column
+    former.append(48 + 13, numbered(0, 4))
+    reader = PackedReader(Disk(), tmp_path, ENTRY, 48, life.packing)
+    reader.look(0)
+    reader.end_at(last)
+    life.column = life.make()
+    life.column.open_files()
+    life.column.settle(last, last)
+    expected = np.array([life.rows[one] for one in range(1, last + 1)])
+    for column in (reader, life.column):
+        np.testing.assert_array_equal(column.take(np.arange(last)), expected)
+    life.extend(5)
+    life.check()
+    former.close()
+    reader.close()
+    life.end()
+
+
 def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: Path) -> None:
     """What lies behind a damaged chunk is there still for a repair."""
     life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
