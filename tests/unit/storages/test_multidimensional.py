@@ -178,7 +178,7 @@ def test_a_store_keeps_its_dims(tmp_path: Path) -> None:
         assert (follower.ndim, follower.geometry.dims, follower.capacity) == (2, (), 100)
         storage.prepare(SCHEMA, KEYS, (3,))
         ids = put(storage, 99)
-        follower.refresh()
+        follower.follow(priorities=True)
         assert (follower.geometry.dims, follower.capacity, follower.shape) == ((3,), 102, (33, 3))
         np.testing.assert_array_equal(follower.read(ids)[0], ids)
         follower.close()
