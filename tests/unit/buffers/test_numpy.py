@@ -437,12 +437,26 @@ def test_batches_are_the_same(tmp_path: Path, name: str, prefetch: int) -> None:
             assert not isinstance(values, torch.Tensor)
 
 
+def test_flags_that_the_rows_lack_are_in_the_batch(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for as_numpy in (True, False):
+        with open_store(tmp_path / f"{as_numpy}.exp", sampler=SliceSampler(slice_len=4)) as rb:
+            data = rows(0, 40)
+            data["next"] = {name: data["next"][name] for name in ("observation", "reward", "done")}
+            rb.extend(data)
+            found.append(rb.sample(8, as_numpy=as_numpy))
+    assert "truncated" in found[0]["next"]
+    same(*found)
+
+
 def test_a_change_of_kind_skips_no_draw(tmp_path: Path) -> None:
     drawn: list[list[int]] = []
     for kinds in ((False, True, True, False, True), (False,) * 5):
         with open_store(tmp_path / f"{len(drawn)}.exp", prefetch=2) as rb:
             rb.extend(rows(0, 40))
-            drawn.append([n for kind in kinds for n in rb.sample(as_numpy=kind)["action"].tolist()])
+            batches = [rb.sample(as_numpy=kind) for kind in kinds]
+        assert [isinstance(batch, dict) for batch in batches] == [*kinds]
+        drawn.append([n for batch in batches for n in batch["action"].tolist()])
     assert drawn[0] == drawn[1]
 
 
@@ -472,6 +486,9 @@ def test_bfloat16_becomes_float32(tmp_path: Path) -> None:
         rb.extend(TensorDict({"a": values, "n": torch.arange(4)}, [4]))
         batch = rb.sample(as_numpy=True)
         assert batch["a"].dtype == np.float32
+        np.testing.assert_array_equal(batch["a"], values.float().numpy()[batch["n"]])
+        seen = ReplayBuffer(storage=rb.storage, batch_size=4, transform=lambda batch: batch)
+        batch = seen.sample(as_numpy=True)
         np.testing.assert_array_equal(batch["a"], values.float().numpy()[batch["n"]])
 
 

@@ -207,6 +207,16 @@ def test_priorities_are_the_writers(
             assert len(set(priorities(reader))) > 10
 
 
+def test_what_follows_from_priorities_is_computed_again(closed: Path) -> None:
+    storage = FollowerStorage(closed)
+    before = storage.version
+    storage.follow()
+    assert storage.version == before
+    storage.follow(priorities=True)  # a writer may have set some
+    assert storage.version != before
+    storage.close()
+
+
 def test_no_descriptor_stays_open(closed: Path) -> None:
     def descriptors() -> list[str]:
         names = [Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd")]
