@@ -34,7 +34,7 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import LOCK
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, keys_for
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
@@ -309,9 +309,9 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> ReadV
     kept, schema = open_storage(path, capacity, settings=settings), settings.schema
     try:
         if schema is not None and kept.schema is None:
-            kept.prepare(schema, kept.resolve_keys(schema))
+            kept.prepare(schema, keys_for(kept, schema))
         if settings.specs and not kept.description.specs:
-            kept.describe_fields(settings.specs)
+            kept.settings.describe_fields(settings.specs)
     except BaseException:
         kept.close()
         raise

@@ -152,7 +152,7 @@ class LateFields(ShapingHandle):
             raise SchemaError(
                 f"field {key_name(key)!r} has to stay: {who} needs it", hint="set another one first"
             )
-        specs, text = specs_of(storage), storage.stored_specs()
+        specs, text = specs_of(storage), storage.settings.specs()
         if specs is not None and key in leaves_of(text):
             text = _without(specs, key)
         fields.drop(key, text)
@@ -179,7 +179,7 @@ class LateFields(ShapingHandle):
     def _specs_with(self, entry: Field, spec: TensorSpec | None) -> str:
         """Return the text of the specs with that of one more field."""
         storage = self._storage
-        text = storage.stored_specs()
+        text = storage.settings.specs()
         if spec is None:
             if text:
                 raise SchemaError(

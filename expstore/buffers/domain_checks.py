@@ -26,7 +26,7 @@ from expstore.specs import Composite, TensorSpec
 from expstore.specs.base import LeafSpec
 from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, keys_for
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
@@ -62,7 +62,7 @@ def row_text(specs: Composite | None) -> str:
 
 def specs_of(storage: ReadView) -> Composite | None:
     """Return the specs of a storage's fields as they are just now, a copy; None: it has none."""
-    text = storage.stored_specs()
+    text = storage.settings.specs()
     found: Composite | None = read_stored(text) if text else None
     return found
 
@@ -105,7 +105,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
         SchemaError: The batch does not fit, or a value does not: the message says where.
         StateError: The storage has no specs.
     """
-    text = storage.stored_specs()
+    text = storage.settings.specs()
     specs = known[1] if known[0] == text else specs_of(storage)
     if specs is None:
         raise StateError(
@@ -115,8 +115,8 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)
     columns = batch.columns(schema)
     if storage.schema is None:  # else it was held against them when either of both came
-        storage.writer().check_fields(schema)
-    keys = storage.resolve_keys(schema) if storage.schema is None else storage.keys
+        storage.writer().settings.check(schema)
+    keys = keys_for(storage, schema) if storage.schema is None else storage.keys
     kept = StepReader(schema, keys).transitions(columns)
     rows = np.arange(batch.count) if kept is None else np.flatnonzero(kept)
     for key in specs.keys(include_nested=True, leaves_only=True):

@@ -33,6 +33,7 @@ from expstore.schema.schema import OBJECT
 from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
 from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.stats import meta_of
 from expstore.transforms import Compose, StepView
 from expstore.wire.codec import Codec
 from expstore.wire.tables import is_table, take_table
@@ -86,7 +87,7 @@ class ShapingHandle(DrawingHandle):
         self._dim_extend = dim_extend
         self._asked_device = None if device is None else torch.device(device)
         self._pin_memory = pin_memory
-        kept = storage.meta().get(SAMPLE_METADATA)
+        kept = meta_of(storage).get(SAMPLE_METADATA)
         self._kept_metadata = None if kept is None else decode_metadata(kept)
         super().__init__(storage, sampler, prefetch=prefetch, generator=generator, limiter=limiter)
 

@@ -116,7 +116,7 @@ class DrawingHandle(StoreHandle):
     def _draws(self) -> Draws:
         worker = torch.utils.data.get_worker_info()
         self._storage.draws.watch(None)
-        return Draws(self._storage.seed, self._storage.draw_stream() if worker is None else worker.seed)
+        return Draws(self._storage.seed, self._storage.draws.stream() if worker is None else worker.seed)
 
     @cached_property
     def _ahead(self) -> Prefetcher:

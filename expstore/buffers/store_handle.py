@@ -34,7 +34,7 @@ from expstore.storages.read_view import ReadView
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
 from expstore.storages.snapshots.create import dump
-from expstore.storages.stats import describe
+from expstore.storages.stats import describe, meta_of
 
 if TYPE_CHECKING:
     from expstore.specs import Composite
@@ -472,7 +472,7 @@ class StoreHandle:
         Example:
             >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
         """
-        self._storage.writer().describe_fields(row_text(specs))
+        self._storage.writer().settings.describe_fields(row_text(specs))
 
     @property
     def write_count(self) -> int:
@@ -487,7 +487,7 @@ class StoreHandle:
     @property
     def meta(self) -> dict[str, Any]:
         """The user's own facts, given when the store was made."""
-        return self._storage.meta()
+        return meta_of(self._storage)
 
     @property
     def recovered(self) -> str | None:

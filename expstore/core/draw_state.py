@@ -6,6 +6,7 @@ Buffers and samplers give the numbers their meaning; a storage keeps them. Nothi
 from __future__ import annotations
 
 import base64
+import os
 import struct
 import threading
 import weakref
@@ -72,12 +73,14 @@ class DrawState:
         randomness: The user's generator as of the last checkpoint; None: draws follow from the seed.
         order: The lock order of the storage; None: a lock of its own.
         sink: Where the numbers are kept; None: nowhere.
+        stream: The second word of the key of all draws, behind the seed; None: one by chance for each buffer.
     """
 
     __slots__ = (
         "_lock",
         "_sink",
         "_source",
+        "_stream",
         "limits",
         "number",
         "progress",
@@ -96,6 +99,7 @@ class DrawState:
         *,
         order: LockOrder | None = None,
         sink: DrawSink | None = None,
+        stream: int | None = 0,
     ) -> None:
         self.number = number
         self.progress = progress
@@ -107,7 +111,12 @@ class DrawState:
         self.sets = self.sets_kept = 0
         self._lock = (order or LockOrder()).ranked("draw", threading.Lock())
         self._sink = sink
+        self._stream = stream
         self._source: Callable[[], RandomnessSource | None] = _no_source
+
+    def stream(self) -> int:
+        """Return the second word of the key of one buffer's draws."""
+        return int.from_bytes(os.urandom(8), "little") if self._stream is None else self._stream
 
     def next(self) -> int:
         """Count a batch that is handed out and return its number, from 0."""

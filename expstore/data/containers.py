@@ -38,13 +38,10 @@ from expstore.data.nested_tensors import to_values
 from expstore.data.to_arrays import to_arrays
 from expstore.data.variable_rows import columns_of, is_loose
 from expstore.errors import NoRowError, SchemaError, StackError
-from expstore.schema.row_traits import RowTraits
+from expstore.schema.row_traits import DATA, RowTraits
 from expstore.schema.schema import Schema, is_name
 
 __all__ = ["Form", "Layout", "check_form", "form_of", "is_tree", "stack", "stack_index", "take"]
-
-#: The field of rows that are one tensor, or one object, each.
-DATA: Key = ("_data",)
 
 
 @dataclass(frozen=True, slots=True)

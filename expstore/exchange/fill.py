@@ -36,6 +36,7 @@ from expstore.storages.factory import open_storage
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import check_target
 from expstore.storages.indexing import append_rows
+from expstore.storages.read_view import keys_for
 
 __all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
@@ -101,9 +102,9 @@ class Filler:
             specs: What values they may have, as stores keep it; "": nobody says.
             above: More than the id of any episode to come, all of which keep theirs; None: they get new ones.
         """
-        self._storage.prepare(schema, self._storage.resolve_keys(schema))
+        self._storage.prepare(schema, keys_for(self._storage, schema))
         if specs:
-            self._storage.describe_fields(specs)
+            self._storage.settings.describe_fields(specs)
         self._above = above
 
     @property

@@ -31,6 +31,7 @@ from expstore.exchange.flat_files import rows_differ, to_stored
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.space_json import nested_space, space_of
 from expstore.schema.schema import Field
+from expstore.storages.stats import meta_of
 
 __all__ = [
     "DATA",
@@ -314,7 +315,7 @@ def _metadata(
     plan: _Plan, rows: Rows, writer: _Writer, size: int, dataset_id: str, env_spec: str | None
 ) -> dict[str, Any]:
     """Return what metadata.json says."""
-    kept = rows.storage.meta().get("minari")
+    kept = meta_of(rows.storage).get("minari")
     kept = kept if isinstance(kept, dict) else {}
     about: dict[str, Any] = {
         name: kept[name]

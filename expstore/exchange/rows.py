@@ -29,6 +29,7 @@ from expstore.storages.follower import FollowerStorage
 from expstore.storages.indexing import read_present
 from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import find_version, store_meant
+from expstore.storages.stats import meta_of
 
 __all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
 
@@ -266,13 +267,13 @@ class Rows:
         """Return what is kept with the rows, for an import: what JSON can keep."""
         storage = self.storage
         manifest = storage.manifest
-        specs = storage.stored_specs()
+        specs = storage.settings.specs()
         named = len(self.user_fields) == len(self.schema.fields)
         return {
             "rows": self.count,
             "form": self.schema.form if named else "",
             "capacity": storage.capacity,
-            "meta": storage.meta(),
+            "meta": meta_of(storage),
             "specs": specs if named else "",
             **(manifest.key_settings if manifest else {}),
         }

@@ -19,7 +19,7 @@ __all__ = ["nested_space", "space_of"]
 
 def space_of(storage: ReadView, entry: Field) -> dict[str, Any]:
     """Return the space of a field: that of its spec where there is one, else all that its dtype can hold."""
-    space = _from_spec(storage, entry) if storage.stored_specs() else None
+    space = _from_spec(storage, entry) if storage.settings.specs() else None
     return _of_dtype(entry) if space is None else space
 
 

@@ -114,7 +114,8 @@ class _Group:
         self._held = [np.empty((self.piece, *e.shape), e.numpy_dtype) for e in fields]
         self._count = 0
         self._made: dict[str, Any] = {}  # what zarr-python has made, by name
-        about = {"uuid": rows.storage.facts().get("uuid")}
+        manifest = rows.storage.manifest
+        about = {"uuid": None if manifest is None else manifest.uuid}
         group = zarr.create_group(store=MemoryStore(self._made), attributes={"expstore": about})
         self._arrays = [self._make(group, entry) for entry in fields]
 

@@ -80,7 +80,7 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
         counts = dict.fromkeys(STATUS, 0)
         status: dict[int, int] = {}
         newest = 0
-        for entries in (storage.log_entries(), storage.episodes.open_entries()):
+        for entries in (storage.state.log.read(), storage.episodes.open_entries()):
             for entry in entries:
                 status[entry.episode] = entry.status
                 newest = max(newest, entry.end)

@@ -264,7 +264,7 @@ class _Run:
         if storage.schema is None:
             raise StateError(f"{storage.path} has no rows and no fields yet", hint="leave it out")
         numbers, last = storage.episodes.to_base(), former[-1] if former else None
-        entries = list(storage.log_entries())
+        entries = list(storage.state.log.read())
         entries += storage.episodes.apply(End(now_us(), None, tuple(storage.episodes.live_sessions())), 0)
         run = cls(
             storage=storage,

@@ -93,7 +93,7 @@ class ConsumingSampler(Sampler):
         self._begin()
         self._ran_out = False
         if not storage.follows:
-            storage.writer().count_sampled()
+            storage.writer().settings.count_sampled()
         warm()
 
     def left(self, storage: ReadView) -> int:

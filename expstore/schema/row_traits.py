@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from expstore.core.values import key_name
+from expstore.core.values import Key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.schema import Schema
 
-__all__ = ["RowTraits"]
+__all__ = ["DATA", "RowTraits"]
+
+#: The field of rows that are one tensor, or one object, each.
+DATA: Key = ("_data",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +24,7 @@ class RowTraits:
     Args:
         variable: Whether rows may be of no fixed size.
         objects: Whether fields may hold any Python object; otherwise such values become columns of Arrow.
-        whole: Whether a row is one object, in the field `("_data",)`, instead of a set of tensors.
+        whole: Whether a row is one object, in the field `DATA`, instead of a set of tensors.
         stack_dim: The dim along which rows that are TensorDicts of any shapes are stacked; None: they are
             returned as a list.
         row_class: The tensorclass of the rows; None: it is unknown, or they are no tensorclass.

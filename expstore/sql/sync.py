@@ -29,6 +29,7 @@ from expstore.storages.batch import now_us
 from expstore.storages.engine.archive import Beside, with_left
 from expstore.storages.episode_lookup import unknown_episode
 from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.stats import meta_relation
 
 if TYPE_CHECKING:
     from expstore.sql.index import Delta, Index, Result
@@ -284,14 +285,14 @@ class Catalog:
             storage = self._storage
             try:
                 weighed = storage.priorities.were_set and storage.schema is not None
-                index = self.catch_up(None if weighed else storage.facts())
+                index = self.catch_up(None if weighed else meta_relation(storage))
                 if weighed:
                     window = storage.window
                     parts = readable(storage, [priority_place(storage.require_schema())], window)[0]
                     values = np.concatenate(parts) if parts else np.ones(0, np.float32)
                     index.write_priorities(window.ids(), values)
                 if not index.complete:
-                    index.write_meta(storage.facts())
+                    index.write_meta(meta_relation(storage))
             except ExpStoreError as exc:
                 # It is derived: what it lacks it gets, or it is built anew, when it is next asked.
                 _log.warning("the index could not be brought up to date: %s", exc)
@@ -329,7 +330,7 @@ class Catalog:
         storage = self._storage
         window, table = storage.query_window, storage.episodes
         if whole:
-            sources, episodes = _latest(storage.log_entries())
+            sources, episodes = _latest(storage.state.log.read())
             episodes += table.open_entries()
             touched = np.array([entry.episode for entry in episodes], np.int64)
             chosen = table.fragments.rows

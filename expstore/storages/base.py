@@ -19,7 +19,7 @@ import numpy as np
 from expstore.core.change_log import ChangeLog
 from expstore.core.geometry import RingGeometry, check_ndim, round_up
 from expstore.core.spare_slots import spare_slots
-from expstore.core.values import Array, IntArray, Ranking
+from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
@@ -27,13 +27,13 @@ from expstore.errors import NotFoundError, StateError
 from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.schema import Schema
-from expstore.schema.spec_text import check_specs
 from expstore.storages.batch import Rows, now_us
 from expstore.storages.capabilities import FieldChanges, Retention
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.read_view import ReadView, closed_error
+from expstore.storages.row_settings import RowSettings
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshot_pin import Hold
 
@@ -109,7 +109,7 @@ class Storage(ReadView):
         self.writer()
         former = self.description
         former.geometry.check_dims(dims)
-        self.check_fields(schema)
+        self.settings.check(schema)
         geometry = self.geometry_for(schema, former.geometry.with_dims(dims))
         self._describe(replace(former, geometry=geometry))
         try:
@@ -316,59 +316,6 @@ class Storage(ReadView):
         """Record what is noted about episodes, then take it over; the lock of the episodes is held."""
         self._state.annotate(change, self._next_position())
 
-    # -- settings ------------------------------------------------------------------------------------
-
-    def rank_by(self, ranking: Ranking | None) -> None:
-        """Keep by what rows are ranked, of which only the best are to stay; None: the newest are.
-
-        Raises:
-            StateError: Nothing can be written here.
-            StorageError: The disk failed; nothing was changed.
-        """
-        with self.lock:
-            self.writer()
-            self._describe(self._keep_settings(replace(self.description, ranking=ranking)))
-
-    def describe_fields(self, specs: str) -> None:
-        """Keep the specs of the fields in the place of those that there are.
-
-        Args:
-            specs: Their text; "": nothing is known of them any more.
-
-        Raises:
-            SchemaError: The rows have other fields.
-            StateError: Nothing can be written here.
-            StorageError: The disk failed; nothing was changed.
-        """
-        with self.lock:
-            self.writer()
-            if self.schema is not None:
-                check_specs(specs, self.schema)
-            self._describe(self._keep_settings(replace(self.description, specs=specs)))
-
-    def count_sampled(self) -> Sampled | None:
-        """Keep from now on how often each row is handed out; return the counts, None before the first rows.
-
-        Raises:
-            StateError: Nothing can be written here.
-            StorageError: The disk failed.
-        """
-        with self.lock:
-            self.writer()
-            if self.ranking is not None:
-                raise StateError(
-                    "rows are not counted where better ones take their places, and would inherit the counts",
-                    hint="draw the best rows with another sampler",
-                )
-            self._counting = True
-            if self._state.sampled is None and self.schema is not None:
-                self._begin_sampled()
-            return self._state.sampled
-
-    def _begin_sampled(self) -> None:
-        """Make counts of 0 for all slots."""
-        self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
-
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
@@ -502,10 +449,20 @@ class Storage(ReadView):
     def _check_hooks(self) -> None:
         """Raise SnapshotError if a save hook returns other rows than it is given; there are no hooks here."""
 
-    def check_fields(self, schema: Schema) -> None:
-        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
-        self.row_traits.check(schema, self.kind)
-        check_specs(self.description.specs, schema)
+    @property
+    def settings(self) -> RowSettings:
+        """What ranks rows, their specs, and whether they are counted."""
+        return RowSettings(self, self._describe, self._count_sampled)
+
+    def _count_sampled(self) -> None:
+        """Count from now on how often rows are handed out; the lock is held."""
+        self._counting = True
+        if self._state.sampled is None and self.schema is not None:
+            self._begin_sampled()
+
+    def _begin_sampled(self) -> None:
+        """Make counts of 0 for all slots."""
+        self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring with the slots beyond its capacity that rows of a schema need.
@@ -523,10 +480,6 @@ class Storage(ReadView):
 
     def _note_interruption(self) -> None:
         """Note that an act was left in the middle: what is in memory may lag behind the disk."""
-
-    def _keep_settings(self, description: Description) -> Description:
-        """Keep what the storage is to be from now on, where that outlives the process; return it."""
-        return description
 
     # -- what a storage supplies ---------------------------------------------------------------------
 

@@ -7,15 +7,16 @@ and episodes.log; it takes no lock and writes nothing, so any number may follow 
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.draw_state import DrawState
 from expstore.core.values import Array, IntArray, Window
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
@@ -37,6 +38,8 @@ from expstore.storages.read_view import ReadView, closed_error
 from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
 from expstore.storages.recovery.recover import describe_past
 from expstore.storages.recovery.tail import LiveTail
+from expstore.storages.row_settings import ReadSettings
+from expstore.storages.row_state import EpisodeList
 from expstore.storages.snapshots.restore import refuse_half_loaded
 
 __all__ = ["FollowerStorage", "Origin"]
@@ -73,6 +76,43 @@ class _Source:
         """Close the files of the columns; mapped rows can still be read. The storage's lock is held."""
         if self.columns is not None:
             self.columns.close()
+
+
+class _FollowedNotes(EpisodeList):
+    """What was noted about episodes that ended, as the files of the store have it.
+
+    Args:
+        read: Reads all of it.
+    """
+
+    __slots__ = ("_read",)
+
+    def __init__(self, read: Callable[[], Iterator[LogEntry]]) -> None:
+        super().__init__()
+        self._read = read
+
+    def read(self) -> Iterator[LogEntry]:
+        """Return every entry in order."""
+        return self._read()
+
+
+class _FollowedSettings(ReadSettings):
+    """Read settings that another process may change.
+
+    Args:
+        view: The follower.
+        specs: Reads the text of the specs.
+    """
+
+    __slots__ = ("_specs",)
+
+    def __init__(self, view: ReadView, specs: Callable[[], str]) -> None:
+        super().__init__(view)
+        self._specs = specs
+
+    def specs(self) -> str:
+        """Return the text of the specs as the writer keeps it now."""
+        return self._specs()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,14 +230,15 @@ class FollowerStorage(ReadView):
         self._origin = origin or Origin(path, settings.seed)
         self._own_seed = settings.seed
         self._tail: LiveTail | None = None
-        self._entries: list[LogEntry] = []
-        self._log_length = 0
         self._source = _Source()
         self._known = 0
         self._unseen = False
         self._archived: FollowerStorage | None = None
         manifest = look_up(disk, path, capacity, settings)
         super().__init__(self._description_of(manifest), disk=disk, path=path)
+        stream = 1 if self._own_seed is not None and not self._origin.copied else None
+        draws = DrawState(order=self.locks.order, stream=stream)
+        self._adopt(dataclasses.replace(self._state, draws=draws))
         self.manifest, self.kind = manifest, manifest.storage
         self.changes: FollowedChanges = FollowedChanges()
         self._watch = Watch(disk, path)
@@ -278,8 +319,9 @@ class FollowerStorage(ReadView):
             self._tail = None
         if found is not None:
             past = found.past
-            self._log_length, self._entries = past.log_length if past else 0, found.entries
-            self._adopt(dataclasses.replace(self._state, episodes=found.table, write_count=0))
+            read = partial(_read_log, self.disk, self.path, past.log_length if past else 0, found.entries)
+            log = _FollowedNotes(read)
+            self._adopt(dataclasses.replace(self._state, episodes=found.table, log=log, write_count=0))
             if past is not None:
                 last = past.state.last
                 self._state.recover(past.state, past.window(self.capacity))
@@ -325,8 +367,12 @@ class FollowerStorage(ReadView):
         if priorities:
             self.epochs.note_deleted()
 
-    def stored_specs(self) -> str:
-        """Return what the writer keeps of the fields' values just now."""
+    @property
+    def settings(self) -> ReadSettings:
+        """What is known of the rows besides their values, as the writer keeps it now."""
+        return _FollowedSettings(self, self._read_specs)
+
+    def _read_specs(self) -> str:
         with self.lock:
             if self._closed:
                 raise closed_error()
@@ -354,6 +400,7 @@ class FollowerStorage(ReadView):
                 dataclasses.replace(
                     self._state,
                     episodes=tail.table,
+                    log=_FollowedNotes(tail.log_entries),
                     write_count=tail.state.write_count,
                     content=tail.state.content,
                     index_floor=tail.state.index_floor,
@@ -526,20 +573,6 @@ class FollowerStorage(ReadView):
             found.append(parts)
         return found
 
-    def log_entries(self) -> Iterator[LogEntry]:
-        """Return everything that was noted about episodes that ended, in order."""
-        if self._tail is not None:
-            yield from self._tail.log_entries()
-        else:
-            yield from read_log(self.disk, self.path / LOG, self._log_length)
-            yield from self._entries
-
-    def draw_stream(self) -> int:
-        """Return the second word of the key of this object's draws: 1 with a seed of its own, else chance."""
-        if self._own_seed is not None and not self._origin.copied:
-            return 1
-        return int.from_bytes(os.urandom(8), "little")
-
     @property
     def owner(self) -> Owner | None:
         """The process that writes to the store; None: it has no writer."""
@@ -559,15 +592,6 @@ class FollowerStorage(ReadView):
             f"{self.path} {self._origin.reason}",
             hint="write with the buffer that has it open with mode='a'",
         )
-
-    def meta(self) -> dict[str, Any]:
-        """Return the user's own facts."""
-        return dict(self.manifest.meta)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the relation `meta` shows."""
-        manifest = self.manifest
-        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -595,6 +619,12 @@ class FollowerStorage(ReadView):
             if self._tail is not None:
                 self._tail.close()
                 self._tail = None
+
+
+def _read_log(disk: Disk, path: Path, length: int, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
+    """Return what episodes.log says in its first `length` bytes, and the entries behind that."""
+    yield from read_log(disk, path / LOG, length)
+    yield from entries
 
 
 def _priorities(columns: ReadColumns, overlay: Overlay, slots: int) -> Array:

@@ -19,6 +19,7 @@ from expstore.errors import NoRowError, SchemaError, StateError
 from expstore.schema.row_selection import in_shape, pick
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
+from expstore.storages.read_view import keys_for
 from expstore.storages.sessions import next_observations, observe, reopen_session, warn_of
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
 
     if storage.schema is None:
         schema = Schema.infer(batch.signature(), batch.form)
-        storage.prepare(schema, storage.resolve_keys(schema), batch.dims, row_class=batch.kind)
+        storage.prepare(schema, keys_for(storage, schema), batch.dims, row_class=batch.kind)
         return storage.require_schema()
     check_form(batch, storage.schema)
     storage.geometry.check_dims(batch.dims)

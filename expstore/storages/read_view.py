@@ -18,7 +18,6 @@ from expstore.core.draw_state import DrawState
 from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, IntArray, Ranking, Window
 from expstore.disk.files import Disk
-from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
 from expstore.errors import StateError
 from expstore.schema.arrow_sizes import row_sizes
@@ -31,6 +30,7 @@ from expstore.storages.epochs import Epochs, ViewVersion
 from expstore.storages.holders import Holders
 from expstore.storages.index_protocol import IndexLink
 from expstore.storages.locks import Locks
+from expstore.storages.row_settings import ReadSettings
 from expstore.storages.row_state import RowState
 from expstore.storages.run_index import Runs
 from expstore.storages.stats import Counters
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
-__all__ = ["ReadView", "closed_error", "unmoved"]
+__all__ = ["ReadView", "closed_error", "keys_for", "unmoved"]
 
 _Found = TypeVar("_Found")
 
@@ -168,10 +168,6 @@ class ReadView(ABC):
             raise StateError("the store has no fields yet", hint="extend() it first")
         return schema
 
-    def resolve_keys(self, schema: Schema) -> Keys:
-        """Find the fields that say what a row is to its episode."""
-        return find_keys(schema) if self.manifest is None else self.manifest.find_keys(schema)
-
     # -- what can be read --------------------------------------------------------------------------
 
     @property
@@ -284,10 +280,6 @@ class ReadView(ABC):
                 sizes[some] += row_sizes(column)
         return sizes
 
-    def log_entries(self) -> Iterator[LogEntry]:
-        """Return everything that was noted about episodes that ended, in order."""
-        return self._state.log.read()
-
     # -- rows as TorchRL's lists have them -----------------------------------------------------------
 
     def get(self, index: Any) -> Any:
@@ -358,10 +350,6 @@ class ReadView(ABC):
             priorities: Whether priorities may have been set, too.
         """
 
-    def draw_stream(self) -> int:
-        """Return the second word of the key of this object's draws."""
-        return 0
-
     def archived(self) -> ReadView | None:
         """Return where rows are that have left; None: nowhere."""
         return None
@@ -383,22 +371,19 @@ class ReadView(ABC):
         """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
         return {"uuid": self.description.uuid, "last": self.window.last}
 
-    def stored_specs(self) -> str:
-        """Return the text of the specs as it is just now."""
-        return self.description.specs
-
-    def meta(self) -> dict[str, Any]:
-        """Return the user's own facts."""
-        return {}
+    @property
+    def settings(self) -> ReadSettings:
+        """What is known of the rows besides their values."""
+        return ReadSettings(self)
 
     def more_stats(self) -> dict[str, Any]:
         """Return what only this kind of storage has to say."""
         return {}
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the relation `meta` shows."""
-        dims = {} if self.ndim == 1 else {"dims": list(self.geometry.dims)}
-        return {"storage": self.kind, "capacity": self.capacity, "seed": self.seed} | dims
+
+def keys_for(storage: ReadView, schema: Schema) -> Keys:
+    """Return which fields say what a row is to its episode, if rows have this schema."""
+    return find_keys(schema) if storage.manifest is None else storage.manifest.find_keys(schema)
 
 
 def unmoved(storage: ReadView, act: Callable[[], _Found]) -> _Found:

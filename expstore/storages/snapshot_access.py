@@ -55,8 +55,8 @@ class SnapshotAccess:
         return None
 
     def log_bytes(self) -> bytes:
-        """Return what `log_entries` returns, in the format of episodes.log."""
-        return b"".join(entry.pack() for entry in self._storage.log_entries())
+        """Return what was noted about episodes that ended, in the format of episodes.log."""
+        return b"".join(entry.pack() for entry in self._storage.state.log.read())
 
     def restore(self, folder: Path) -> None:
         """Replace the content by that of the snapshot in a folder.

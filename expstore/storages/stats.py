@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Counters", "describe"]
+__all__ = ["Counters", "describe", "meta_of", "meta_relation"]
 
 
 @dataclass(slots=True)
@@ -59,3 +59,16 @@ def describe(storage: ReadView) -> dict[str, Any]:
         "syncs": counters.syncs,
         "write_keys": len(storage.state.write_keys),
     }
+
+
+def meta_of(storage: ReadView) -> dict[str, Any]:
+    """Return the user's own facts, given when the store was made; empty in RAM."""
+    return {} if storage.manifest is None else dict(storage.manifest.meta)
+
+
+def meta_relation(storage: ReadView) -> dict[str, Any]:
+    """Return what the relation `meta` of SQL shows."""
+    manifest = storage.manifest
+    dims = {} if storage.ndim == 1 else {"dims": list(storage.geometry.dims)}
+    made = {} if manifest is None else {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
+    return {"storage": storage.kind, "capacity": storage.capacity, "seed": storage.seed} | dims | made

@@ -10,10 +10,6 @@ import operator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from expstore.core.values import key_name
-from expstore.data.containers import DATA
-from expstore.errors import SchemaError
-from expstore.schema.spec_text import leaves_of
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.torchrl_options import find_device, find_seed, refuse
 
@@ -57,17 +53,6 @@ class ListStorage(MemoryStorage):
         refuse(compilable=compilable)
         super().__init__(None if max_size is None else operator.index(max_size), seed=find_seed(seed))
         self.device = find_device(device)
-
-    def describe_fields(self, specs: str) -> None:
-        """Keep the specs; a SchemaError if they speak of fields: a row is an object, and has none."""
-        fields = [key_name(key) for key in leaves_of(specs) if key != DATA]
-        if fields:
-            raise SchemaError(
-                f"the specs speak of {fields[0]!r}, and rows of a {type(self).__name__} are objects, without "
-                "fields of their own",
-                hint="rows with fields are kept by LazyTensorStorage, MemoryStorage, or expstore.open()",
-            )
-        super().describe_fields(specs)
 
 
 class LazyStackStorage(ListStorage):

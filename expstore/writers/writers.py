@@ -327,7 +327,7 @@ class TensorDictMaxValueWriter(Writer):
         Raises:
             StateError: It was made with packed fields.
         """
-        storage.rank_by(self._ranking)
+        storage.settings.rank_by(self._ranking)
 
     def check_fields(self, schema: Schema) -> None:
         """Refuse rows that cannot be ranked.
@@ -368,7 +368,7 @@ class TensorDictMaxValueWriter(Writer):
         self._check(storage, info)
         ranks = self._rank(storage.require_schema(), columns[self._place(storage)])
         if storage.ranking != self._ranking:
-            storage.rank_by(self._ranking)
+            storage.settings.rank_by(self._ranking)
         if storage.capacity is None:
             return append_rows(storage, columns, _facts(ranks.size, steps), source=source, info="")
         known = self._catch_up(storage, storage.capacity)
@@ -537,7 +537,7 @@ def _end_ranking(storage: Storage, ranking: Ranking) -> None:
             f"the storage keeps the best rows by {ranking}; rows that are appended would push them out",
             hint="use TensorDictMaxValueWriter, or empty() the store first",
         )
-    storage.rank_by(None)
+    storage.settings.rank_by(None)
 
 
 def _refuse_compilable(compilable: bool) -> None:

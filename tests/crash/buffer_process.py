@@ -227,8 +227,8 @@ def _look(rb: Any) -> dict[str, Any]:
             columns = [np.concatenate(parts) for parts in kept.views(places, int(ids[0]), ids.size)]
         found["rows"] = [column.tolist() for column in columns]
         found["fields"] = _plain(rb[:])
-    if hasattr(kept, "log_entries"):
-        entries = {e.episode: e for e in kept.log_entries() if e.episode}
+    if hasattr(kept, "state"):
+        entries = {e.episode: e for e in kept.state.log.read() if e.episode}
         entries |= {e.episode: e for e in kept.episodes.open_entries()}
         found["episodes"] = {n: (e.length, int(e.status)) for n, e in entries.items()}
     return found

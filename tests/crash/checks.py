@@ -224,7 +224,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
 
 def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Hold what log and memory say of episodes against the ledger."""
-    latest = {e.episode: e for e in rb.storage.log_entries() if e.episode}
+    latest = {e.episode: e for e in rb.storage.state.log.read() if e.episode}
     latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
     found = {n: (e.length, e.ret, e.status, e.last_id) for n, e in latest.items()}
     wanted = {n: (e.length, e.ret, e.status, e.last_id) for n, e in state.episodes.items()}
@@ -240,7 +240,7 @@ def check_episodes(rb: TensorDictReplayBuffer, state: Ledger) -> None:
 
 def check_info(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     """Hold what is noted about episodes against the ledger."""
-    latest = {e.episode: e for e in rb.storage.log_entries() if e.episode}
+    latest = {e.episode: e for e in rb.storage.state.log.read() if e.episode}
     latest |= {e.episode: e for e in rb.storage.episodes.open_entries()}
     found = {n: json.loads(e.text) for n, e in latest.items() if e.text}
     wanted = {n: dict(e.info) for n, e in state.episodes.items() if e.info}

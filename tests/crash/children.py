@@ -277,7 +277,7 @@ def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
         return
     with kept.lock:
         with kept.locks.episodes:
-            latest = {entry.episode: entry for entry in kept.log_entries()}
+            latest = {entry.episode: entry for entry in kept.state.log.read()}
             latest |= {entry.episode: entry for entry in kept.episodes.open_entries()}
         entry = latest[op.episode]
         kept.annotate(dataclasses.replace(entry, text=merge_info(entry.text, pack_info(op.info))))

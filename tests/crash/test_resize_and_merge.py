@@ -67,7 +67,7 @@ def picture(path: Path, mode: Any = "a", *, sql: bool = False) -> dict[str, Any]
             "capacity": storage.capacity,
             "ids": ids.tolist(),
             "rows": [column.tobytes() for column in columns],
-            "log": [e.text for e in storage.log_entries()] if sql else [],
+            "log": [e.text for e in storage.state.log.read()] if sql else [],
             "episodes": episodes,
             "versions": [version.tag for version in expstore.versions(path)],
         }

@@ -49,7 +49,6 @@ LIMITS = {
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
-    "public names of a storage": 69,
     "parameters of expstore.open": 34,
     "parameters of the widest sampler": 24,
     "functions that a sample runs": 49,

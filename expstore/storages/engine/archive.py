@@ -32,7 +32,8 @@ from expstore.storages.batch import Rows, now_us
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, keys_for
+from expstore.storages.stats import meta_of
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
@@ -228,7 +229,7 @@ class Archive:
                 raise StateError(f"{storage.path} has rows up to {self.through} by now", hint="try again")
             if storage.schema is None:
                 there = archived_schema(schema)
-                storage.prepare(there, storage.resolve_keys(there))
+                storage.prepare(there, keys_for(storage, there))
             first, count = storage.last + 1, left.ids.size
             ids = np.arange(first, first + count)
             numbers = np.ascontiguousarray(np.stack([ids, left.episodes, left.steps, left.times]))
@@ -432,7 +433,7 @@ def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
 def newest_id(archive: ReadView, window: Window) -> int:
     """Return the newest id of a ring's row that is in an archive, or that had left when there was none."""
     if archive.schema is None or not window.rows:
-        return int(archive.meta().get(_AFTER, 0))
+        return int(meta_of(archive).get(_AFTER, 0))
     newest = window.nth(np.array([window.rows - 1]))
     (ids,) = archive.read(newest, [archive.require_schema().place_of(ARCHIVED_ID)])
     return int(ids[0])

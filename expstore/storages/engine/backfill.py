@@ -20,6 +20,7 @@ from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
 from expstore.storages.new_field import Coming
+from expstore.storages.read_view import keys_for
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -176,7 +177,7 @@ def check_coming(storage: ReadView, entry: Field) -> None:
             f"{list(entry.shape)}",
             hint=f"give it shape {[*inner, '...']}",
         )
-    if storage.resolve_keys(schema.grown(entry, None)) != storage.keys:
+    if keys_for(storage, schema.grown(entry, None)) != storage.keys:
         raise SchemaError(
             f"field {name!r} would say what rows are to their episodes, which rows that are there do not",
             hint="give it another name",

@@ -27,10 +27,10 @@ from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
-from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
-from expstore.schema.schema import Field, Schema
+from expstore.schema.schema import Schema
 from expstore.storages.base import Keys, Rows, Storage
 from expstore.storages.batch import Payload
 from expstore.storages.columns.checksums import Checksums
@@ -40,7 +40,7 @@ from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
 from expstore.storages.description import Description
 from expstore.storages.engine.alter import StoredFields
-from expstore.storages.engine.archive_before_evict import Archiver, no_ranking
+from expstore.storages.engine.archive_before_evict import Archiver
 from expstore.storages.engine.delete import Deletion
 from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.open_settings import Settings, enter
@@ -48,6 +48,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
 from expstore.storages.engine.process_exit import Departure, register, unregister
 from expstore.storages.engine.replace import Updates
+from expstore.storages.engine.store_settings import StoreSettings
 from expstore.storages.engine.store_snapshots import StoreSnapshots
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
 from expstore.storages.format.layout import ColumnLayout, refuse_objects
@@ -469,12 +470,6 @@ class Store(Storage):
         with engine.health.guarding():
             super().prepare(schema, keys, dims, row_class=row_class)
 
-    def check_fields(self, schema: Schema) -> None:
-        """Raise SchemaError if fields are not those of the specs, or none that this storage keeps."""
-        super().check_fields(schema)
-        if self.ranking is not None and schema.variable:
-            raise _no_ranking_of(schema)
-
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring whose slots beyond the capacity are whole steps of time and whole chunks.
 
@@ -575,29 +570,10 @@ class Store(Storage):
         engine.shared.clear(last)
         self.sync()
 
-    # -- settings ------------------------------------------------------------------------------------
-
-    def _keep_settings(self, description: Description) -> Description:
-        if description.ranking not in (None, self.ranking):
-            self._check_ranking()
-        manifest = self.engine.manifest
-        self.engine.save(manifest.replace(ranking=description.ranking, specs=description.specs))
-        return description
-
-    def _check_ranking(self) -> None:
-        """Raise an error if better rows cannot take the places of others here."""
-        columns, schema = self._state.columns, self.schema
-        if schema is not None and schema.variable:
-            raise _no_ranking_of(schema)
-        if columns is not None:
-            columns.check_replaceable()
-        if ColumnLayout(**self.manifest.layout).asks_packed:
-            raise StateError(
-                "this store was made with packed fields, whose rows cannot give way to better ones",
-                hint="make a store with layout='flat', or without a writer that keeps the best rows",
-            )
-        if self.engine.archive is not None:
-            raise no_ranking(self.path)
+    @property
+    def settings(self) -> StoreSettings:
+        """What ranks rows, their specs, and whether they are counted."""
+        return StoreSettings(self, self._describe, self._count_sampled)
 
     def note_unsaved(self) -> None:
         """Note that priorities were set, or rows counted as handed out: a checkpoint follows before long."""
@@ -808,15 +784,6 @@ class Store(Storage):
 
     # -- facts -----------------------------------------------------------------------------------------
 
-    def meta(self) -> dict[str, Any]:
-        """Return the user's own facts."""
-        return dict(self.manifest.meta)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the relation `meta` shows."""
-        manifest = self.manifest
-        return super().facts() | {"uuid": manifest.uuid, "created": manifest.created, **manifest.meta}
-
     def more_stats(self) -> dict[str, Any]:
         """Return path, generation, what waits for the disk and how that is, and what packing saves."""
         engine, counters, columns = self.engine, self.counters, self._state.columns
@@ -842,14 +809,3 @@ def _open_archive(path: Path, **options: Any) -> Store:
     archive._warns_if_forgotten = False
     unregister(archive)
     return archive
-
-
-def _no_ranking_of(schema: Schema) -> SchemaError:
-    fields = [entry for entry in schema.fields if entry.variable]
-    return _in_segments(fields, "rows cannot give way to better ones")
-
-
-def _in_segments(fields: list[Field], what: str) -> SchemaError:
-    from expstore.storages.columns.arrow.column import in_place  # loads pyarrow
-
-    return in_place(fields, what)

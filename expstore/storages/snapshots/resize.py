@@ -79,7 +79,7 @@ class _Own:
     @classmethod
     def of(cls, storage: Storage) -> _Own:
         """Return what it holds now."""
-        return cls(storage, manifest_of(storage), base_of(storage.state), list(storage.log_entries()))
+        return cls(storage, manifest_of(storage), base_of(storage.state), list(storage.state.log.read()))
 
     @property
     def name(self) -> str:

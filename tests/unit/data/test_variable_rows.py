@@ -25,6 +25,7 @@ from expstore.errors import SchemaError, StackError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, Field, Schema
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.read_view import keys_for
 from tests.support.flat_storages import flatten_dims
 from tests.support.variable_length import TypedMemory, buffer, jagged, plain, rollouts
 
@@ -32,7 +33,7 @@ from tests.support.variable_length import TypedMemory, buffer, jagged, plain, ro
 def typed(schema: Schema | None = None) -> TensorDictReplayBuffer:
     storage = TypedMemory(100)
     if schema is not None:
-        storage.prepare(schema, storage.resolve_keys(schema))
+        storage.prepare(schema, keys_for(storage, schema))
     return TensorDictReplayBuffer(storage=storage, batch_size=4)
 
 
@@ -288,7 +289,7 @@ def test_without_types_values_stay_objects() -> None:
     assert rb[0]["a"] is thing
     schema = Schema([Field(("a",), ARROW, (), '"string"')])
     kept = MemoryStorage(10)
-    kept.prepare(schema, kept.resolve_keys(schema))
+    kept.prepare(schema, keys_for(kept, schema))
     rb = TensorDictReplayBuffer(storage=kept, batch_size=2)
     rb.extend(TensorDict({"a": NonTensorStack("y", None)}, [2]))
     assert rb["a"] == ["y", None]

@@ -28,6 +28,7 @@ from expstore.exchange.base import required
 from expstore.exchange.formats import EXPORTS
 from expstore.schema import arrow_types
 from expstore.schema.schema import Field, Schema
+from expstore.storages.read_view import keys_for
 from tests.support.buffer_bytes import held
 from tests.support.case_selection import in_full, share
 
@@ -395,7 +396,7 @@ def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: s
             Field(("prompt",), "arrow", (), arrow=arrow_types.type_text(pa.string())),
         ]
     )
-    storage.prepare(schema, storage.resolve_keys(schema))
+    storage.prepare(schema, keys_for(storage, schema))
     with expstore.TensorDictReplayBuffer(storage=storage) as rb:
         after = {"observation": torch.ones(2, 2), "reward": torch.zeros(2)}
         rows = {"action": torch.zeros(2), "observation": torch.ones(2, 2), "next": after}

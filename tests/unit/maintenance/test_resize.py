@@ -26,6 +26,7 @@ from expstore.errors import LockedError, NotFoundError, SchemaError, StateError,
 from expstore.maintenance import verify
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.stats import meta_relation
 from expstore.storages.zarr import ZarrStorage
 from tests.support.batches import noise_frames
 from tests.support.framed_rows import framed_rows
@@ -252,7 +253,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
     fill(path, capacity, layout)
     with buffer(path, None, layout) as rb:
         before, said, rows = columns_of(rb.storage), answers(rb), len(rb)
-        facts = dict(rb.storage.facts())
+        facts = dict(meta_relation(rb.storage))
         numbers = (rb.storage.draws.number, rb.storage.priorities.largest, rb.write_count, rb.storage.last)
     outcome = expstore.resize(path, capacity=new, progress=lambda *both: told.append(both))
     kept = rows if new is None else min(rows, new)
@@ -271,7 +272,7 @@ def test_all_stays_as_it_was(tmp_path: Path, capacity: int | None, new: int | No
             now = (rb.storage.draws.number, rb.storage.priorities.largest, rb.write_count, rb.storage.last)
             assert now[mode == "r" :] == numbers[mode == "r" :]  # a reader counts its own draws
             assert (rb.storage.capacity, rb.storage.seed, rb.meta["mine"]) == (new, 7, 1)
-            found = dict(rb.storage.facts())
+            found = dict(meta_relation(rb.storage))
             assert {key: found[key] for key in ("uuid", "created")} == {
                 key: facts[key] for key in ("uuid", "created")
             }

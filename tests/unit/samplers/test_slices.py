@@ -17,6 +17,7 @@ from expstore import NotReadyError, ReplayBuffer, Schema, SchemaError, StateErro
 from expstore.samplers import PrioritizedSliceSampler, SliceSampler, SliceSamplerWithoutReplacement
 from expstore.samplers.slice_options import Slicing
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.read_view import keys_for
 from tests.support.batches import trajectory_buffer, trajectory_rows
 
 
@@ -338,7 +339,7 @@ def test_buffers_may_share_a_sampler(kind: type[Any], filter: dict[str, str]) ->
         TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=8) for _ in range(2)
     )
     for rb in (one, other):
-        rb.storage.prepare(schema, rb.storage.resolve_keys(schema))
+        rb.storage.prepare(schema, keys_for(rb.storage, schema))
     one.extend(trajectory_rows(1, 100))
     other.extend(trajectory_rows(2, 30))
     for _ in range(3):

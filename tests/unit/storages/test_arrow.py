@@ -475,10 +475,10 @@ def test_rows_of_fixed_size_can_be_changed_and_others_not(tmp_path: Path) -> Non
 def test_stores_of_the_best_rows_keep_no_such_fields(tmp_path: Path) -> None:
     storage = new(tmp_path / "a.exp", 10)
     with pytest.raises(SchemaError, match="better ones"):
-        storage.rank_by(Ranking(("x",), "sum"))
+        storage.settings.rank_by(Ranking(("x",), "sum"))
     storage.close()
     storage = ArrowStorage(tmp_path / "b.exp", 10)
-    storage.rank_by(Ranking(("x",), "sum"))
+    storage.settings.rank_by(Ranking(("x",), "sum"))
     with pytest.raises(SchemaError, match="better ones"):
         storage.prepare(SCHEMA, find_keys(SCHEMA))
     storage.close()

@@ -32,5 +32,5 @@ def test_it_is_replaced_and_never_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         Description().seed = 3  # type: ignore[misc]
     storage = expstore.MemoryStorage(10)
-    storage.rank_by(Ranking(("x",), "max"))
+    storage.settings.rank_by(Ranking(("x",), "max"))
     assert storage.ranking == storage.description.ranking == Ranking(("x",), "max")

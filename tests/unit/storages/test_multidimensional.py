@@ -26,6 +26,7 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Storage
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.stats import meta_relation
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory
@@ -115,7 +116,7 @@ def test_one_dim_is_the_plain_case(make: Callable[..., Storage]) -> None:
     assert (storage.ndim, storage.geometry.dims, storage.shape, storage.geometry.lanes) == (1, (), (3,), 1)
     np.testing.assert_array_equal(storage.geometry.unravel(np.array([2, 0, -1])), [[2], [0], [-1]])
     np.testing.assert_array_equal(storage.geometry.ravel(np.array([[2], [-3]]), storage.window), [2, 0])
-    assert "dims" not in storage.facts()
+    assert "dims" not in meta_relation(storage)
 
 
 def test_what_is_no_cell(make: Callable[..., Storage]) -> None:

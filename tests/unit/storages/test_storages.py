@@ -35,6 +35,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.journal import Kind, read_journal
 from expstore.storages.format.records import Mark
 from expstore.storages.memory import MemoryStorage
+from expstore.storages.stats import meta_of
 from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.batches import closing_factory
@@ -910,7 +911,7 @@ def test_a_schema_may_be_given_before_rows_come(tmp_path: Path) -> None:
     again = ZarrStorage(tmp_path / "run.exp")
     assert again.schema == SCHEMA
     assert again.geometry.spare == spare_slots(10, SCHEMA.row_bytes + base.ROW_BYTES)
-    assert (again.seed, again.meta(), len(again)) == (3, {"a": 1}, 0)
+    assert (again.seed, meta_of(again), len(again)) == (3, {"a": 1}, 0)
     put(again, 3)
     again.close()
 

@@ -45,7 +45,7 @@ def test_an_opening_that_fails_leaves_what_was_open(
 ) -> None:
     with expstore.open(store_path, layout=layout) as rb:
         rb.extend(numbered_rows(40))
-        rb.storage.count_sampled()
+        rb.storage.settings.count_sampled()
         rb.flush()
         storage = rb.storage
         former, facts = (
@@ -73,7 +73,7 @@ def test_a_first_opening_that_fails_lets_others_write(
 ) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(40))
-        rb.storage.count_sampled()
+        rb.storage.settings.count_sampled()
     before = open_files(store_path)
     with monkeypatch.context() as patched:
         patched.setattr(Opening, step, fail)

@@ -1,0 +1,77 @@
+"""What a store keeps of its rows besides their values, in expstore.json.
+
+A service of the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from expstore.errors import SchemaError, StateError
+from expstore.schema.schema import Schema
+from expstore.storages.description import Description
+from expstore.storages.engine.archive_before_evict import no_ranking
+from expstore.storages.format.layout import ColumnLayout
+from expstore.storages.row_settings import RowSettings
+
+if TYPE_CHECKING:
+    from expstore.storages.engine.store import Store
+
+__all__ = ["StoreSettings"]
+
+
+class StoreSettings(RowSettings):
+    """Change the settings of a store's rows.
+
+    Threads and crashes: as `RowSettings`.
+
+    Args:
+        store: Whose settings.
+        describe: As of `RowSettings`.
+        count: As of `RowSettings`.
+    """
+
+    __slots__ = ()
+    _storage: Store
+
+    def __init__(
+        self, store: Store, describe: Callable[[Description], None], count: Callable[[], None]
+    ) -> None:
+        super().__init__(store, describe, count)
+
+    def check(self, schema: Schema) -> None:
+        """Check that rows may have these fields; see `RowSettings.check`."""
+        super().check(schema)
+        if self._storage.ranking is not None and schema.variable:
+            raise _no_ranking_of(schema)
+
+    def _save(self, description: Description) -> None:
+        store = self._storage
+        if description.ranking not in (None, store.ranking):
+            self._check_ranking()
+        engine = store.engine
+        engine.save(engine.manifest.replace(ranking=description.ranking, specs=description.specs))
+
+    def _check_ranking(self) -> None:
+        """Raise an error if better rows cannot take the places of others here."""
+        store = self._storage
+        columns, schema = store.state.columns, store.schema
+        if schema is not None and schema.variable:
+            raise _no_ranking_of(schema)
+        if columns is not None:
+            columns.check_replaceable()
+        if ColumnLayout(**store.engine.manifest.layout).asks_packed:
+            raise StateError(
+                "this store was made with packed fields, whose rows cannot give way to better ones",
+                hint="make a store with layout='flat', or without a writer that keeps the best rows",
+            )
+        if store.engine.archive is not None:
+            raise no_ranking(store.path)
+
+
+def _no_ranking_of(schema: Schema) -> SchemaError:
+    from expstore.storages.columns.arrow.column import in_place  # loads pyarrow
+
+    fields = [entry for entry in schema.fields if entry.variable]
+    return in_place(fields, "rows cannot give way to better ones")
