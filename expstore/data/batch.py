@@ -70,6 +70,7 @@ class Batch:
         prioritized: Priorities that come with the rows count.
         validated: Their values are held against the specs of the store.
         session: Who writes them; None: the storage's own session.
+        linked: As of `Steps`.
     """
 
     keys: list[Key]
@@ -85,6 +86,7 @@ class Batch:
     prioritized: bool = False
     validated: bool = False
     session: SessionKey | None = None
+    linked: bool = True
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:
         """Return key -> (dtype, row shape).
@@ -432,6 +434,7 @@ class StepReader:
             truncated=truncated,
             starts=starts,
             rewards=rewards,
+            linked=batch.linked,
         )
 
     def transitions(self, columns: Sequence[Array]) -> Array | None:

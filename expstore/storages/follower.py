@@ -194,7 +194,7 @@ class FollowerStorage(ReadView):
     """Read a store that another process may be writing to.
 
     While a writer works, the newest rows can be read once they are in the columns: when the `extend` that
-    wrote them returns, or within 0.1 s if batches are small (up to 8 rows of 16 KiB together). Crashes: a
+    wrote them returns, or within 0.1 s if batches are small (up to 64 rows of 16 KiB together). Crashes: a
     follower has nothing to lose. Threads: any number read. Processes: any number follow a store and outlive
     its writers.
 

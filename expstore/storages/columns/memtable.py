@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from expstore.core import tuning
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.storages.columns.column import Column
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
     from expstore.storages.columns.column_set import ColumnSet
     from expstore.storages.columns.column_set_writer import WritableColumns
 
-__all__ = ["MEMTABLE_ROWS", "Memtable", "Overlay", "ReplacedRows", "RowBatch", "RowsOver"]
+__all__ = ["Memtable", "Overlay", "ReplacedRows", "RowBatch", "RowsOver"]
 
-#: Batches of up to this many rows and bytes go to the memtable.
-MEMTABLE_ROWS = 8
-#: So many rows are written to the columns together.
-_FULL = 128
 _Pin = TypeVar("_Pin")
 
 
@@ -315,7 +312,7 @@ class Memtable(RowsOver, Generic[_Pin]):
     @property
     def full(self) -> bool:
         """Whether it is time to drain it."""
-        return self.count >= _FULL
+        return self.count >= tuning.MEMTABLE_ROWS
 
     def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
         """Return whether one of these slots is of a recent row; rows that come now are later ones."""

@@ -25,7 +25,7 @@ from expstore.errors import StateError
 from expstore.storages.batch import Payload, Rows
 from expstore.storages.columns.checksums import BLOCK_ROWS, Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
-from expstore.storages.columns.memtable import MEMTABLE_ROWS, Memtable
+from expstore.storages.columns.memtable import Memtable
 from expstore.storages.columns.payload import payload_parts
 from expstore.storages.columns.priorities import StoredPriorities
 from expstore.storages.columns.sample_counts_column import SampledColumn
@@ -120,8 +120,10 @@ class OpenStore(RowState):
         if columns is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         # The memtable finds rows by their slots, so it cannot hold a batch that needs one slot twice.
-        if count <= min(MEMTABLE_ROWS, geometry.spare) and (
-            columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES
+        if (
+            not skipped
+            and count <= min(tuning.MEMTABLE_BATCH_ROWS, geometry.spare)
+            and (columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES)
         ):
             return self._keep(columns, rows, geometry, shared)
         if self.memtable.count:

@@ -523,8 +523,10 @@ class Store(Storage):
         columns, slots = self._state.columns, self.geometry.slots
         if columns is None:
             return
+        last = self.last if slots is None else min(self.last, slots)
+        ready = max(columns.ready, last)  # the columns may lack rows that the memtable has
         with self.engine.health.guarding():
-            SampledColumn.make(self.disk, columns.folder, slots, ready=columns.ready, pool=self.engine.pool)
+            SampledColumn.make(self.disk, columns.folder, slots, ready=ready, pool=self.engine.pool)
             self._state.count_sampled(SampledColumn(self.disk, columns.folder, slots))
 
     # -- changing and forgetting -------------------------------------------------------------------

@@ -197,6 +197,18 @@ def test_one_that_is_attached_later_counts_from_there(tmp_path: Path) -> None:
         assert len(rb) == 60
 
 
+@pytest.mark.parametrize("capacity", [None, 100])
+def test_counting_begins_while_the_newest_rows_are_in_memory(capacity: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with expstore.open(path, capacity=capacity, seed=0) as rb:
+        rb.extend(numbered_rows(5))  # few rows: the columns get them later
+        rb.storage.settings.count_sampled()
+        rb.flush()
+    assert verify(path) == []
+    with expstore.open(path, consume_after_n_samples=1, batch_size=5) as rb:
+        assert rb.sample()["number"].sort().values.tolist() == [0, 1, 2, 3, 4]
+
+
 def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 100)
     one, two, all_rows = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from expstore.errors import CorruptionError, NotFoundError, NotReadyError, State
 from expstore.sql.sync import Catalog
 from expstore.storages import FollowerStorage
 from expstore.storages.columns import column_set, column_set_writer
+from tests.support.batches import numbered_rows
 from tests.support.followed_stores import check_rows, contents, rows
 
 if TYPE_CHECKING:
@@ -215,6 +217,21 @@ def test_what_follows_from_priorities_is_computed_again(closed: Path) -> None:
     storage.follow(priorities=True)  # a writer may have set some
     assert storage.version != before
     storage.close()
+
+
+@pytest.mark.parametrize("mode", ["r", "a"])
+def test_a_small_batch_longer_than_the_ring_after_a_kill(tmp_path: Path, mode: Any) -> None:
+    """Its record tells of rows that never had a slot."""
+    killed = tmp_path / "killed.exp"
+    with expstore.open(tmp_path / "run.exp", capacity=5, seed=0) as rb:
+        rb.extend(numbered_rows(3))
+        rb.flush()
+        rb.storage.engine.background.stop()  # no mark covers what is extended now
+        rb.extend(numbered_rows(8, 3))
+        shutil.copytree(tmp_path / "run.exp", killed)
+    (killed / "STATE").unlink()
+    with expstore.open(killed, mode=mode) as rb:
+        assert sorted(rb[:]["number"].tolist()) == [6, 7, 8, 9, 10]
 
 
 def test_no_descriptor_stays_open(closed: Path) -> None:

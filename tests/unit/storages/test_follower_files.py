@@ -18,6 +18,13 @@ from expstore.disk.mapped_files import AddressRange
 
 pytestmark = pytest.mark.index
 
+
+@pytest.fixture(autouse=True)
+def _rows_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are enough to fill chunks and shards."""
+    monkeypatch.setattr(tuning, "MEMTABLE_BATCH_BYTES", 0)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {"layout": "packed"},
     "flat": {"layout": "flat"},

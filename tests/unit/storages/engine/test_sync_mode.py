@@ -140,7 +140,7 @@ def test_rows_come_back_from_the_journal_alone(
     set_spare_slots(monkeypatch, 4000)
     rb = open_store(6000, durability=mode)
     start = 0
-    for rows in (1, 8, 9, 3000, 500):
+    for rows in (1, 8, 65, 3000, 500):
         rb.extend(make_batch(rows, start=start, episode_length=7))
         start += rows
     left = open_store(path=lose_columns(store_path, tmp_path / "early.exp"))
@@ -217,8 +217,8 @@ def test_names_of_new_files_are_on_the_disk_before_the_record(
         values: Any = torch.arange(40 * 2048, dtype=torch.uint8).reshape(40, 2048)
     else:
         storage = ArrowStorage(store_path, 500, settings=settings, disk=disk)
-        values = NonTensorStack(*[f"row {number}" for number in range(40)])
-    rows = TensorDict({"frame": values, "x": torch.zeros(40)}, [40])
+        values = NonTensorStack(*[f"row {number}" for number in range(80)])
+    rows = TensorDict({"frame": values, "x": torch.zeros(len(values))}, [len(values)])
     with TensorDictReplayBuffer(storage=storage, batch_size=8) as rb:
         rb.extend(rows[:3])  # these stay in the record
         disk.synced.clear()
