@@ -1,0 +1,480 @@
+"""Record the steps of an environment loop: one call per step, and no TensorDict, dict or batch is built.
+
+`ReplayBuffer.record` makes it. Values are copied into arrays that were allocated once; a flush appends them
+as one batch, by the same path that `extend` takes. It never samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+
+from expstore.core.values import Array, IntArray, Key, key_name
+from expstore.data.batch import Batch
+from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
+from expstore.schema.schema import ARROW, OBJECT, Field, Schema
+
+__all__ = ["Recorder", "RecorderTarget"]
+
+_NEXT = "next"
+_FLAGS = ("done", "terminated", "truncated")
+#: Python's own types that fields of a kind hold as they are; integers may be too large.
+_OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
+
+
+class RecorderTarget(Protocol):
+    """What a recorder needs of a buffer."""
+
+    def schema(self) -> Schema | None:
+        """Return the fields; None: no rows have come yet."""
+
+    def prepare(self, row: Mapping[str, Any]) -> Schema:
+        """Fix the fields by those of one row, which is not written; return them."""
+
+    def append(self, batch: Batch, source: str | None) -> None:
+        """Append rows in the columns of the schema."""
+
+    def cut(self, source: str | None) -> None:
+        """End the open episodes of a stream of this session.
+
+        Those that were adopted stay open until a row continues them.
+        """
+
+
+class Recorder:
+    """Record the steps of one environment, or of several that step together.
+
+    Each episode begins with the first step after the one before ended: after a step that was `terminated` or
+    `truncated`, after `reset`, and with the recorder itself. `reset` and `close` cut an episode that is open.
+
+    Threads: one thread uses a recorder; others may use the buffer, and recorders of other sources.
+    Processes: a forked child cannot record. Crashes: with `flush_steps=1` a step that returned survives the
+    process; with n, up to n - 1 steps are lost. After a power cut the steps since the last sync of the
+    store are gone, about one second, or none with `durability="sync"`.
+
+    Args:
+        target: The buffer.
+        source: Name of the stream; with several lanes each lane is a stream of its own below it.
+        lanes: How many environments step together: every value has a first dim of that size then. None: one,
+            whose values have no such dim.
+        flush_steps: So many steps are published together.
+
+    Raises:
+        ValueError: `lanes` or `flush_steps` is less than 1.
+
+    Example:
+        >>> with rb.record(source="env-0") as episode:
+        ...     observation, _ = env.reset()
+        ...     for _ in range(1000):
+        ...         action = policy(observation)
+        ...         following, reward, terminated, truncated, _ = env.step(action)
+        ...         episode.step(observation, action, reward, following, terminated, truncated)
+        ...         observation = env.reset()[0] if terminated or truncated else following
+    """
+
+    def __init__(
+        self,
+        target: RecorderTarget,
+        source: str | None = None,
+        *,
+        lanes: int | None = None,
+        flush_steps: int = 1,
+    ) -> None:
+        for name, number in (("lanes", lanes), ("flush_steps", flush_steps)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+        self._target, self._source = target, source
+        self._lanes, self._flush_steps = lanes, flush_steps
+        self._block: _Block | None = None
+        self._filled = 0
+        self._closed = False
+        target.cut(source)
+
+    def step(
+        self,
+        observation: Any,
+        action: Any,
+        reward: Any,
+        next_observation: Any,
+        terminated: Any,
+        truncated: Any,
+        *,
+        valid: Any = None,
+        **more: Any,
+    ) -> None:
+        """Record one step: a row, or one for each lane.
+
+        The first step of a store without fields fixes them: `observation`, `action`, `next.observation`,
+        `next.reward` (float32), and the flags `next.terminated`, `next.truncated` and `next.done`. Later
+        steps must have the same. A number is cast to the dtype of its field where it loses no more than the
+        precision of a float. Where rows have flags at the root, too, they are False.
+
+        Args:
+            observation: What the action answered: an array, a number, or a dict of them.
+            action: As `observation`.
+            reward: A number; with lanes shape `(lanes,)`.
+            next_observation: As `observation`; of a step that ended an episode the last observation of that
+                episode, not the first one of the next.
+            terminated: Whether the environment ended the episode; with lanes shape `(lanes,)`.
+            truncated: Whether it was stopped from outside, by a time limit for instance; likewise.
+            valid: Which lanes made a step at all: a vector environment whose lanes reset in a step of their
+                own has none there. Shape `(lanes,)`; None: all.
+            more: Other fields, by name; a name with dots is a path: `**{"next.value": value}`.
+
+        Raises:
+            SchemaError: A value does not fit its field, or a field is missing; nothing was recorded.
+            StateError: The recorder or the store is closed.
+            StorageError: The disk failed. The step is kept, and written by the next call or `flush`.
+        """
+        if self._filled == self._flush_steps:
+            self.flush()  # which has failed before
+        block = self._block
+        values = (observation, action, reward, next_observation, terminated, truncated)
+        if block is None or more.keys() != block.names:
+            block = self._find_block(values, more)
+        block.put(self._filled, values, more, valid)
+        self._filled += 1
+        if self._filled == self._flush_steps:
+            self.flush()
+
+    def flush(self) -> None:
+        """Publish the steps that were recorded since the last flush.
+
+        Raises:
+            StateError: The store is closed, or open for reading only; the steps are kept.
+            StorageError: The disk failed; the steps are kept, and written by the next flush.
+            SchemaError: The first step does not continue an episode that `episodes.resume` adopted; the steps
+                are dropped.
+        """
+        block, filled = self._block, self._filled
+        if not filled or block is None:
+            return
+        self._filled = 0  # before: after an interruption no step is written twice
+        try:
+            batch = block.batch(filled)
+            if batch.count:
+                self._target.append(batch, self._source)
+        except (StateError, StorageError):
+            self._filled = filled
+            raise
+
+    def reset(self) -> None:
+        """Cut the episodes that are open: the next step of each lane begins another one.
+
+        Call it where an environment is reset amid an episode.
+        """
+        self.flush()
+        self._target.cut(self._source)
+
+    def close(self) -> None:
+        """Publish what was recorded, and cut the episodes that are open; a second call does nothing."""
+        if not self._closed:
+            self.reset()
+            self._closed = True
+            self._block = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # An error of the loop is the one to show, not what follows from it here.
+        with contextlib.suppress(ExpStoreError) if error is not None else contextlib.nullcontext():
+            self.close()
+
+    def _find_block(self, values: tuple[Any, ...], more: Mapping[str, Any]) -> _Block:
+        """Return the arrays for steps with these fields."""
+        if self._closed:
+            raise StateError("the recorder is closed", hint="make another one: rb.record()")
+        self.flush()
+        schema = self._target.schema()
+        if schema is None:
+            schema = self._target.prepare(_first_row(values, more, self._lanes))
+        self._block = _Block(schema, values, more, self._lanes, self._flush_steps)
+        return self._block
+
+
+def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | None) -> dict[str, Any]:
+    """Return the first row as a nested dict, with the shapes and dtypes that its fields are to have."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: one(part) for name, part in value.items()}
+        return value if lanes is None else _lanes_of(value, lanes)[0]
+
+    observation, action, reward, following, terminated, truncated = (one(value) for value in values)
+    flags = {"terminated": bool(terminated), "truncated": bool(truncated)}
+    flags["done"] = flags["terminated"] or flags["truncated"]
+    after = {
+        "observation": following,
+        "reward": np.array([reward], np.float32).reshape(1),
+        **{name: np.array([flag]) for name, flag in flags.items()},
+    }
+    row = {"observation": observation, "action": action, _NEXT: after}
+    for name, value in more.items():
+        place = row
+        *path, last = name.split(".")
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = one(value)
+    return row
+
+
+def _lanes_of(value: Any, lanes: int) -> Any:
+    """Return values of all lanes, which must be as many."""
+    found = value if isinstance(value, torch.Tensor) else np.asarray(value)
+    if not found.shape or found.shape[0] != lanes:
+        raise SchemaError(
+            f"a value has shape {[*found.shape]}, and {lanes} lanes step together",
+            hint="the first dim of every value is lanes",
+        )
+    return found
+
+
+class _Column:
+    """The values of one field, step by step.
+
+    Args:
+        entry: The field.
+        lanes: As of `Recorder`.
+        steps: How many.
+    """
+
+    __slots__ = ("_dtype", "_entry", "_lanes", "_largest", "_numbers", "_shape", "rows", "values")
+
+    def __init__(self, entry: Field, lanes: int | None, steps: int) -> None:
+        self._entry, self._lanes, dtype = entry, lanes, entry.numpy_dtype
+        #: One value per step and lane. Shape `(steps, *row shape)`, or `(steps, lanes, *row shape)`.
+        self.values: Array = np.zeros((steps, *(() if lanes is None else (lanes,)), *entry.shape), dtype)
+        # Fields with one value per row are given without their dim of size 1, as a rule.
+        own = () if entry.row_items == 1 else entry.shape
+        self._shape: tuple[int, ...] = own if lanes is None else (lanes, *own)
+        #: The same memory; shape `(steps, *_shape)`.
+        self.rows: Array = self.values.reshape(steps, *self._shape)
+        self._dtype = dtype
+        self._numbers = frozenset[type]()
+        self._largest = -1.0
+        if self._shape == () and entry.dtype != "bfloat16":
+            self._numbers = frozenset({dtype.type, *_OWN_TYPES.get(dtype.kind, ())})
+            if dtype.kind == "f":
+                self._largest = float(np.finfo(dtype).max)
+
+    def put(self, at: int, value: Any) -> None:
+        """Write the value of a step.
+
+        Raises:
+            SchemaError: It does not fit.
+        """
+        kind = type(value)
+        if kind is np.ndarray:
+            if value.dtype is self._dtype and value.shape == self._shape:
+                self.rows[at] = value
+                return
+        elif kind in self._numbers or (kind is float and abs(value) <= self._largest):
+            try:
+                self.rows[at] = value
+            except OverflowError:
+                self.rows[at] = self._convert(value)
+            return
+        self.rows[at] = self._convert(value)
+
+    def _convert(self, value: Any) -> Array:
+        """Return a value in the dtype and shape of the field."""
+        entry = self._entry
+        cast = _cast(_as_array(value, entry.dtype == "bfloat16"), self._dtype)
+        # A field with one value per row may have its dim of size 1, or not.
+        fits = cast is not None and (
+            cast.shape in (self._shape, self.values.shape[1:])
+            or (entry.row_items == 1 and cast.size == self.rows[0].size)
+        )
+        if cast is None or not fits:
+            lanes = "" if self._lanes is None else f" in each of {self._lanes} lanes"
+            raise SchemaError(
+                f"{key_name(entry.key)!r} is {entry}{lanes}, and a step has {_name(value)} for it"
+            )
+        return cast.reshape(self._shape)
+
+
+def _as_array(value: Any, is_bfloat16: bool) -> Array:
+    """Return a value as an array, for a field of bfloat16 as its bits; of objects if it is no number."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            array = np.asarray(value)
+        except ValueError:  # ragged
+            return np.empty((), object)
+        if not is_bfloat16 or array.dtype.kind not in "biuf":
+            return array
+        value = torch.from_numpy(array.astype(np.float32))
+    value = value.detach().cpu()
+    if is_bfloat16:
+        value = value.to(torch.bfloat16).view(torch.uint16)
+    elif value.dtype is torch.bfloat16:
+        value = value.float()
+    found: Array = value.numpy()
+    return found
+
+
+def _cast(array: Array, wanted: np.dtype[Any]) -> Array | None:
+    """Return an array in another dtype; None if more than the precision of a float would be lost."""
+    if array.dtype.kind not in "biufc" or not np.can_cast(array.dtype, wanted, "same_kind"):
+        return None
+    if array.dtype == wanted:
+        return array
+    with np.errstate(over="ignore"):
+        cast = array.astype(wanted)
+    kept = cast == array if wanted.kind in "iu" else np.isfinite(cast) == np.isfinite(array)
+    return cast if kept.all() else None
+
+
+def _name(value: Any) -> str:
+    """Return what a value is, for a message."""
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return f"{value.dtype} of shape {[*value.shape]}"
+    return f"{value!r:.60}"
+
+
+class _Group:
+    """The values of fields that a step has as a dict.
+
+    Args:
+        parts: What is below each name.
+        key: Where the dict lies.
+    """
+
+    __slots__ = ("_key", "_parts")
+
+    def __init__(self, parts: dict[str, _Column | _Group], key: Key) -> None:
+        self._parts, self._key = parts, key
+
+    def put(self, at: int, value: Any) -> None:
+        """Write the values of a step.
+
+        Raises:
+            SchemaError: They do not fit.
+        """
+        if not isinstance(value, Mapping) or value.keys() != self._parts.keys():
+            raise SchemaError(
+                f"{key_name(self._key)!r} is a dict of {', '.join(self._parts)}; a step has {_name(value)}"
+            )
+        for name, part in self._parts.items():
+            part.put(at, value[name])
+
+
+class _Block:
+    """The steps of a recorder between two flushes.
+
+    Args:
+        schema: The fields of the store.
+        values: The first step: what `Recorder.step` is given.
+        more: Its other fields.
+        lanes: As of `Recorder`.
+        steps: How many steps it has room for.
+
+    Raises:
+        SchemaError: The step has other fields than the store, or a field has no fixed size.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        values: tuple[Any, ...],
+        more: Mapping[str, Any],
+        lanes: int | None,
+        steps: int,
+    ) -> None:
+        for entry in schema.fields:
+            if entry.dtype in (OBJECT, ARROW):
+                raise SchemaError(
+                    f"field {key_name(entry.key)!r} is {entry}, and a recorder takes fields of a fixed size",
+                    hint="use extend() or add()",
+                )
+        self._schema, self._lanes, self._steps = schema, lanes, steps
+        self._columns = [_Column(entry, lanes, steps) for entry in schema.fields]
+        self._by_key = dict(zip(schema.keys, self._columns, strict=True))
+        self._left = dict(self._by_key)
+        observation, action, _, following, _, _ = values
+        self._values = (
+            self._take(("observation",), observation),
+            self._take(("action",), action),
+            self._take((_NEXT, "reward"), None),
+            self._take((_NEXT, "observation"), following),
+            self._take((_NEXT, "terminated"), None),
+            self._take((_NEXT, "truncated"), None),
+        )
+        self._more = {name: self._take(tuple(name.split(".")), value) for name, value in more.items()}
+        #: The names of the other fields.
+        self.names = more.keys() | set()
+        self._done = self._left.pop((_NEXT, "done"), None)
+        for flag in _FLAGS:  # of the observation before the step: it ended no episode
+            self._left.pop((flag,), None)
+        if self._left:
+            names = ", ".join(map(key_name, self._left))
+            raise SchemaError(
+                f"rows of this store have fields that the step has not: {names}",
+                hint="give them by name: step(..., **{'name.with.dots': value})",
+            )
+        self._valid = np.ones((steps, lanes), np.bool_) if lanes is not None else None
+        self._lane_numbers: IntArray = np.tile(np.arange(lanes or 1), steps)
+        self._whole = self._flat(steps)
+
+    def _take(self, key: Key, value: Any) -> _Column | _Group:
+        """Return where the values of a field go, or those of all fields below it."""
+        if isinstance(value, Mapping):
+            return _Group(
+                {str(name): self._take((*key, str(name)), part) for name, part in value.items()}, key
+            )
+        if key not in self._left:
+            raise SchemaError(
+                f"rows of this store have no field {key_name(key)!r}",
+                hint=f"they have {', '.join(map(key_name, self._by_key))}",
+            )
+        return self._left.pop(key)
+
+    def put(self, at: int, values: tuple[Any, ...], more: Mapping[str, Any], valid: Any) -> None:
+        """Write a step."""
+        for part, value in zip(self._values, values, strict=True):
+            part.put(at, value)
+        for name, value in more.items():
+            self._more[name].put(at, value)
+        if self._valid is not None:
+            self._valid[at] = True if valid is None else valid
+        elif valid is not None:
+            raise SchemaError("valid= is for several lanes", hint="leave a step out that is none")
+
+    def _flat(self, steps: int) -> list[Array]:
+        """Return the columns of the first steps. Shapes `(steps * lanes, *row shape)`."""
+        rows = steps * (self._lanes or 1)
+        return [
+            column.values[:steps].reshape(rows, *entry.shape)
+            for column, entry in zip(self._columns, self._schema.fields, strict=True)
+        ]
+
+    def batch(self, steps: int) -> Batch:
+        """Return the first steps as rows."""
+        if self._done is not None:
+            terminated, truncated = (self._by_key[_NEXT, flag].rows for flag in _FLAGS[1:])
+            np.logical_or(terminated[:steps], truncated[:steps], out=self._done.rows[:steps])
+        columns = self._whole if steps == self._steps else self._flat(steps)
+        count, lanes = steps * (self._lanes or 1), None
+        if self._valid is not None:
+            lanes = self._lane_numbers[:count]
+            valid = self._valid[:steps].reshape(-1)
+            if not valid.all():
+                columns, lanes = [column[valid] for column in columns], lanes[valid]
+                count = lanes.size
+        return Batch(
+            [],
+            [],
+            columns,
+            count,
+            lanes=lanes,
+            lane_count=self._lanes or 1,
+            arranged=self._schema,
+            linked=False,
+        )

@@ -1,0 +1,510 @@
+"""`rb.record`: the rows, episodes and errors of a loop that records step by step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from expstore import (
+    LazyTensorStorage,
+    MemoryStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
+from expstore.errors import SchemaError, StateError, StorageError
+from tests.support.paths import ROOT
+
+OBSERVATION = np.arange(4, dtype=np.float32)
+
+
+def steps(count: int, *, length: int = 5, start: int = 0) -> list[tuple[Any, ...]]:
+    """Return what a loop gives: step k begins with observation k; every `length`-th one terminates."""
+    return [
+        (
+            OBSERVATION + k,
+            np.int64(k % 3),
+            float(k),
+            OBSERVATION + k + 1,
+            k % length == length - 1,
+            False,
+        )
+        for k in range(start, start + count)
+    ]
+
+
+def record(rb: Any, given: list[tuple[Any, ...]], source: str | None = "env-0", **settings: Any) -> None:
+    with rb.record(source, **settings) as episode:
+        for values in given:
+            episode.step(*values)
+
+
+def batch_of(given: list[tuple[Any, ...]]) -> TensorDict:
+    """The same rows as a TensorDict."""
+    observation, action, reward, following, terminated, truncated = (
+        np.stack(part) for part in zip(*given, strict=True)
+    )
+    return TensorDict(
+        {
+            "observation": torch.from_numpy(observation),
+            "action": torch.from_numpy(action),
+            "next": {
+                "observation": torch.from_numpy(following),
+                "reward": torch.from_numpy(reward).float()[:, None],
+                "terminated": torch.from_numpy(terminated)[:, None],
+                "truncated": torch.from_numpy(truncated)[:, None],
+                "done": torch.from_numpy(terminated | truncated)[:, None],
+            },
+        },
+        [len(given)],
+    )
+
+
+def episodes(rb: Any) -> list[tuple[Any, ...]]:
+    """Source, length, return and status of every episode, the oldest first."""
+    found = rb.episodes()
+    return [
+        (row["source"].partition("/")[0], row["length"], row["return"], row["status"])
+        for row in found.arrow().to_pylist()
+    ]
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "zarr": lambda path: expstore.open(path, seed=0),
+    "ring": lambda path: expstore.open(path, capacity=40, seed=0),
+    "packed": lambda path: expstore.open(path, layout="packed", seed=0),
+    "sync": lambda path: expstore.open(path, durability="sync", seed=0),
+    "memory": lambda path: TensorDictReplayBuffer(storage=MemoryStorage(1000), batch_size=4),
+    "torchrl": lambda path: TensorDictReplayBuffer(storage=LazyTensorStorage(1000), batch_size=4),
+}
+
+
+@pytest.mark.parametrize("flush_steps", [1, 3, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_episodes_are_those_of_extend(tmp_path: Path, kind: str, flush_steps: int) -> None:
+    given = steps(33)
+    with KINDS[kind](tmp_path / "a.exp") as rb, KINDS[kind](tmp_path / "b.exp") as other:
+        record(rb, given, flush_steps=flush_steps)
+        other.extend(batch_of(given), source="env-0")
+        other.episodes.end("env-0")
+        assert (rb[:] == other[:]).all()
+        assert set(rb[:].keys(True)) == set(other[:].keys(True))
+        assert episodes(rb) == episodes(other)
+        assert episodes(rb)[-1][3] == "cut"
+
+
+@pytest.mark.parametrize("flush_steps", [1, 4])
+def test_it_is_there_after_reopening(tmp_path: Path, flush_steps: int) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        record(rb, steps(10), flush_steps=flush_steps)
+        before = rb[:]
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert (rb[:] == before).all()
+        record(rb, steps(10, start=10), flush_steps=flush_steps)
+        assert rb[:]["action"].tolist() == [k % 3 for k in range(20)]
+        assert [found[1:] for found in episodes(rb)] == [
+            (5, float(sum(range(k, k + 5))), "terminated") for k in (0, 5, 10, 15)
+        ]
+
+
+def test_rows_show_at_every_flush(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        episode = rb.record("env-0", flush_steps=4)
+        lengths = []
+        for values in steps(9):
+            episode.step(*values)
+            lengths.append(len(rb))
+        assert lengths == [0, 0, 0, 4, 4, 4, 4, 8, 8]
+        episode.flush()
+        assert len(rb) == 9
+        episode.flush()
+        assert len(rb) == 9
+        with expstore.open(tmp_path / "a.exp", mode="r") as follower:
+            rb.storage.drain()
+            assert len(follower) == 9
+        episode.close()
+        episode.close()
+        with pytest.raises(StateError, match="recorder is closed"):
+            episode.step(*steps(1)[0])
+
+
+def test_several_lanes(tmp_path: Path) -> None:
+    """Each lane has episodes of its own; lanes that made no step leave no row."""
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("envs", lanes=3, flush_steps=4) as episode:
+            for k in range(7):
+                ends = np.array([k % 2 == 1, False, k == 4])
+                valid = np.array([True, True, k != 5])
+                observation = np.full((3, 4), 10 * k, np.float32) + np.arange(3, dtype=np.float32)[:, None]
+                episode.step(
+                    observation,
+                    np.arange(3),
+                    np.array([1.0, 2.0, 4.0]),
+                    observation + 10,
+                    ends,
+                    np.zeros(3, bool),
+                    valid=valid,
+                )
+        assert len(rb) == 20
+        found = sorted((lane, length, status) for lane, length, _, status in _by_lane(rb))
+        assert found == [
+            ("envs", 1, "cut"),
+            ("envs", 2, "terminated"),
+            ("envs", 2, "terminated"),
+            ("envs", 2, "terminated"),
+            ("envs//1", 7, "cut"),
+            ("envs//2", 1, "cut"),
+            ("envs//2", 5, "terminated"),
+        ]
+        rows = rb[:]
+        lane = rows["action"]
+        assert torch.equal(rows["observation"][:, 0] % 10, lane.float())
+        assert torch.equal(rows["next", "reward"][:, 0], 2.0**lane)
+
+
+def _by_lane(rb: Any) -> list[tuple[Any, ...]]:
+    return [
+        (row["source"], row["length"], row["return"], row["status"])
+        for row in rb.episodes().arrow().to_pylist()
+    ]
+
+
+def record_and_fail(rb: Any, before: Callable[[], None]) -> None:
+    """Record four steps, then raise a KeyError."""
+    with rb.record("env-0", flush_steps=16) as episode:
+        for values in steps(4):
+            episode.step(*values)
+        before()
+        raise KeyError("amid")
+
+
+def test_reset_close_and_exceptions_cut_an_episode(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("env-0", flush_steps=16) as episode:
+            for values in steps(3):
+                episode.step(*values)
+            episode.reset()
+            episode.reset()
+            for values in steps(2):
+                episode.step(*values)
+        with pytest.raises(KeyError, match="amid"):
+            record_and_fail(rb, lambda: None)
+        record(rb, steps(5))
+        statuses = [(length, status) for _, length, _, status in episodes(rb)]
+        assert statuses == [(3, "cut"), (2, "cut"), (4, "cut"), (5, "terminated")]
+
+
+def test_an_error_of_the_loop_is_not_hidden_by_one_of_the_store(tmp_path: Path) -> None:
+    rb = expstore.open(tmp_path / "a.exp")
+    with pytest.raises(KeyError, match="amid"):
+        record_and_fail(rb, rb.close)
+
+
+def test_a_truncated_step_ends_an_episode(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("env-0") as episode:
+            for k, values in enumerate(steps(4, length=100)):
+                episode.step(*values[:5], k == 1)
+        assert [(length, status) for _, length, _, status in episodes(rb)] == [(2, "truncated"), (2, "cut")]
+        assert rb[:]["next", "done"].flatten().tolist() == [False, True, False, False]
+
+
+def test_a_former_open_episode_of_the_source_is_cut(tmp_path: Path) -> None:
+    """Rows of `extend` and rows of a recorder share no episode."""
+    with expstore.open(tmp_path / "a.exp") as rb:
+        rb.extend(batch_of(steps(3)), source="env-0")
+        rb.extend(batch_of(steps(2)), source="env-1")
+        record(rb, steps(2, start=3, length=100))
+        assert episodes(rb)[0] == ("env-0", 3, 3.0, "cut")
+        assert episodes(rb)[1] == ("env-1", 2, 1.0, "open")
+        assert episodes(rb)[2] == ("env-0", 2, 7.0, "cut")
+
+
+def test_an_adopted_episode_goes_on(tmp_path: Path) -> None:
+    """A restarted robot stands where it stood: its first step must continue the adopted episode."""
+    path = tmp_path / "a.exp"
+    with expstore.open(path) as rb:
+        rb.extend(batch_of(steps(3)), source="robot")
+    with expstore.open(path) as rb:
+        rb.episodes.resume("robot")
+        with rb.record("robot") as episode:
+            with pytest.raises(SchemaError, match="continue"):
+                episode.step(*steps(1, start=7)[0])
+    with expstore.open(path) as rb:
+        rb.episodes.resume("robot")
+        record(rb, steps(2, start=3), "robot")
+        assert [(length, status) for _, length, _, status in episodes(rb)] == [(5, "terminated")]
+
+
+def test_observations_and_actions_may_be_dicts_and_there_may_be_more_fields(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("env-0", flush_steps=2) as episode:
+            for k in range(5):
+                observation = {"image": np.full((3, 3), k, np.uint8), "speed": {"x": 0.5 * k}}
+                following = {"image": np.full((3, 3), k + 1, np.uint8), "speed": {"x": 0.5 * k + 0.5}}
+                action = {"move": k, "force": np.full(2, k, np.float64)}
+                more = {"log_prob": -1.0 * k, "next.value": np.float32(k)}
+                episode.step(observation, action, 1, following, False, False, **more)
+        rows = rb[:]
+        assert rows["observation", "image"].shape == (5, 3, 3)
+        assert rows["next", "observation", "speed", "x"].tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
+        assert rows["action", "move"].tolist() == [0, 1, 2, 3, 4]
+        assert rows["action", "force"].dtype is torch.float64
+        assert rows["next", "value"].tolist() == [0, 1, 2, 3, 4]
+        assert rows["log_prob"].dtype is torch.float32
+
+
+def test_tensors_lists_and_numbers_of_other_dtypes_are_cast(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        record(rb, steps(1))
+        with rb.record() as episode:
+            episode.step(torch.arange(4.0), torch.tensor(2), torch.tensor([1.5]), [0, 1, 2, 3], False, False)
+            episode.step(
+                np.arange(4.0), np.int8(1), np.float64(2.5), np.arange(4), np.False_, np.array([True])
+            )
+            episode.step(OBSERVATION, 2, 3, OBSERVATION[::-1][::-1], np.array(False), torch.tensor(False))
+        rows = rb[1:]
+        assert rows["observation"].tolist() == [[0, 1, 2, 3]] * 3
+        assert rows["next", "observation"].tolist() == [[0, 1, 2, 3]] * 3
+        assert rows["next", "reward"].flatten().tolist() == [1.5, 2.5, 3.0]
+        assert rows["action"].tolist() == [2, 1, 2]
+        assert rows["next", "truncated"].flatten().tolist() == [False, True, False]
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        row = batch_of(steps(1))
+        row["observation"] = row["observation"].bfloat16()
+        rb.extend(row)
+        record(rb, [(torch.full((4,), 1.5, dtype=torch.bfloat16), *steps(1)[0][1:]), steps(1)[0]])
+        assert rb[1:]["observation"].tolist() == [[1.5] * 4, [0, 1, 2, 3]]
+
+
+WRONG: dict[str, tuple[dict[int, Any], str]] = {
+    "shape": ({0: np.zeros(5, np.float32)}, r"'observation' is float32\[4\].*float32 of shape \[5\]"),
+    "a number for an array": ({0: 1.0}, "'observation'"),
+    "broadcast": ({3: np.zeros((1, 4), np.float32)}, "'next.observation'"),
+    "float for an integer": ({1: 1.5}, "'action' is int64"),
+    "text": ({1: "left"}, "'action'"),
+    "None": ({2: None}, "'next.reward'"),
+    "too large for float32": ({2: 1e300}, "'next.reward'"),
+    "too large for float32, NumPy": ({2: np.float64(1e300)}, "'next.reward'"),
+    "too large for int64": ({1: 2**70}, "'action'"),
+    "two rewards": ({2: np.zeros(2)}, "'next.reward'"),
+    "a number for a flag": ({4: 1}, "'next.terminated' is bool"),
+    "a dict": ({0: {"a": OBSERVATION}}, "'observation'"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_step_that_does_not_fit_is_not_recorded(tmp_path: Path, wrong: str) -> None:
+    changes, message = WRONG[wrong]
+    first, second = steps(2)
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("env-0", flush_steps=8) as episode:
+            episode.step(*first)
+            with pytest.raises(SchemaError, match=message):
+                episode.step(*[changes.get(place, value) for place, value in enumerate(second)])
+            episode.step(*second)
+        assert (rb[:] == batch_of([first, second])).all()
+
+
+def test_other_fields_than_the_rows_have(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        record(rb, steps(1))
+        with rb.record() as episode:
+            with pytest.raises(SchemaError, match="no field 'log_prob'"):
+                episode.step(*steps(1)[0], log_prob=0.0)
+    with expstore.open(tmp_path / "b.exp") as rb:
+        with rb.record() as episode:
+            episode.step(*steps(1)[0], log_prob=0.0)
+            with pytest.raises(SchemaError, match="has not: log_prob"):
+                episode.step(*steps(1)[0])
+            episode.step(*steps(1)[0], log_prob=1.0)
+        assert rb[:]["log_prob"].tolist() == [0.0, 1.0]
+
+
+def test_fields_without_a_fixed_size_are_refused(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", storage="arrow") as rb:
+        rb.add({"observation": OBSERVATION, "text": "some"})
+        with rb.record() as episode, pytest.raises(SchemaError, match="text.*fixed size"):
+            episode.step(*steps(1)[0])
+
+
+def test_root_flags_are_false(tmp_path: Path) -> None:
+    """Rows of a collector have flags of the observation before the step, too."""
+    rows = batch_of(steps(2))
+    for name in ("done", "terminated", "truncated"):
+        rows[name] = torch.zeros(2, 1, dtype=torch.bool)
+    with expstore.open(tmp_path / "a.exp") as rb:
+        rb.extend(rows)
+        record(rb, steps(5))
+        assert not rb[:]["done"].any()
+        assert rb[-1]["next", "done"].item()
+
+
+@pytest.mark.parametrize(("name", "value"), [("lanes", 0), ("flush_steps", 0), ("flush_steps", 1.5)])
+def test_settings_are_checked(name: str, value: Any) -> None:
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(10))
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
+        rb.record(**{name: value})
+
+
+def test_lanes_are_checked(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb, rb.record(lanes=2) as episode:
+        with pytest.raises(SchemaError, match="2 lanes"):
+            episode.step(*steps(1)[0])
+        assert rb.schema is None
+    with expstore.open(tmp_path / "b.exp") as rb, rb.record() as episode:
+        with pytest.raises(SchemaError, match="several lanes"):
+            episode.step(*steps(1)[0], valid=True)
+
+
+def test_a_reader_does_not_record(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        record(rb, steps(3))
+    with expstore.open(tmp_path / "a.exp", mode="r") as rb, pytest.raises(StateError, match="reading only"):
+        record(rb, steps(3))
+
+
+def test_steps_of_a_full_disk_are_written_when_there_is_room(tmp_path: Path) -> None:
+    """A flush that failed is made again by the next step, before that one is recorded."""
+
+    with expstore.open(tmp_path / "a.exp") as rb:
+        given = steps(6)
+        with rb.record("env-0", flush_steps=2) as episode:
+            episode.step(*given[0])
+            episode.step(*given[1])
+            former = rb.storage.engine.append_record
+
+            def fail(*_: Any) -> int:
+                raise StorageError("no space left", kind="disk_full")
+
+            rb.storage.engine.append_record = fail
+            episode.step(*given[2])
+            with pytest.raises(StorageError, match="no space"):
+                episode.step(*given[3])
+            with pytest.raises(StorageError, match="no space"):
+                episode.step(*given[4])
+            assert len(rb) == 2
+            rb.storage.engine.append_record = former
+            episode.step(*given[4])
+            assert len(rb) == 4
+            episode.step(*given[5])
+        assert (rb[:] == batch_of(given)).all()
+
+
+def test_priorities_of_new_rows_are_the_largest(tmp_path: Path) -> None:
+    sampler = PrioritizedSampler(1000, alpha=1.0, beta=1.0)
+    with expstore.open(tmp_path / "a.exp", sampler=sampler, seed=0) as rb:
+        record(rb, steps(8))
+        rb.update_priority(list(range(8)), torch.full((8,), 1e-9))
+        record(rb, steps(4), flush_steps=4)
+        rb.update_priority([8], 5.0)
+        record(rb, steps(1, start=100, length=3))
+        assert set(rb.sample(64)["index"].tolist()) <= {8, 9, 10, 11, 12}
+        assert 12 in rb.sample(64)["index"]
+
+
+def test_transforms_see_the_rows(tmp_path: Path) -> None:
+    """A transform that changes rows on their way in changes those of a recorder."""
+
+    class Halve:
+        def __call__(self, batch: TensorDict) -> TensorDict:
+            return batch
+
+        def inv(self, batch: TensorDict) -> TensorDict:
+            return batch.set("observation", batch["observation"] / 2)
+
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), transform=Halve(), batch_size=2)
+    given = steps(3)
+    record(rb, given, flush_steps=2)
+    assert torch.equal(rb[:]["observation"], batch_of(given)["observation"] / 2)
+
+
+def test_priorities_that_come_with_the_rows_count() -> None:
+    rb = TensorDictPrioritizedReplayBuffer(
+        alpha=1.0, beta=1.0, storage=MemoryStorage(100), priority_key="error", batch_size=8
+    )
+    with rb.record() as episode:
+        for k, values in enumerate(steps(4)):
+            episode.step(*values, error=float(k == 2))
+    assert set(rb.sample(32)["index"].tolist()) == {2}
+
+
+def test_rows_that_are_objects_cannot_be_recorded() -> None:
+    rb = ReplayBuffer(storage=expstore.ListStorage(10))
+    with pytest.raises(SchemaError, match="objects without fields"), rb.record() as episode:
+        episode.step(*steps(1)[0])
+    assert rb.schema is None
+
+
+def test_threads_with_recorders_of_their_own(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp") as rb:
+        record(rb, steps(1), "first")
+
+        def work(number: int) -> None:
+            record(rb, steps(200, length=20), f"env-{number}", flush_steps=1 + 3 * number)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found = [entry for entry in episodes(rb) if entry[0] != "first"]
+        assert len(found) == 30
+        assert {entry[1:2] + entry[3:] for entry in found} == {(20, "terminated")}
+
+
+CHILD = """
+import os, sys
+import numpy as np
+import expstore
+rb = expstore.open(sys.argv[1], capacity=100_000)
+episode = rb.record("env-0", flush_steps=int(sys.argv[2]))
+observation = np.arange(4, dtype=np.float32)
+for k in range(1_000_000):
+    episode.step(observation + k, k, float(k), observation + k + 1, k % 50 == 49, False)
+    os.write(1, b"%d\\n" % k)
+"""
+
+
+@pytest.mark.parametrize("flush_steps", [1, 16])
+def test_steps_that_returned_survive_a_kill(tmp_path: Path, flush_steps: int) -> None:
+    """All of them; with n steps per flush all but the last n - 1."""
+    path = tmp_path / "a.exp"
+    command = [sys.executable, "-c", CHILD, str(path), str(flush_steps)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None
+    returned = -1
+    for line in child.stdout:
+        returned = int(line)
+        if returned == 517:
+            child.kill()
+            break
+    with child.stdout:
+        for line in child.stdout:
+            if line.endswith(b"\n"):
+                returned = int(line)
+    assert child.wait() == -signal.SIGKILL
+    with expstore.open(path) as rb:
+        count = len(rb)
+        assert returned + 1 - (flush_steps - 1) <= count <= returned + 2
+        assert rb[:]["action"].tolist() == list(range(count))
+        whole = [(50, "terminated")] * (count // 50)
+        rest = [(count % 50, "cut")] if count % 50 else []
+        assert [(length, status) for _, length, _, status in episodes(rb)] == whole + rest
+    assert os.path.exists(path)
