@@ -16,8 +16,10 @@ import torch
 
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
+from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
+from expstore.storages.capabilities import RowAppending
 
 __all__ = ["Recorder", "RecorderTarget"]
 
@@ -38,6 +40,9 @@ class RecorderTarget(Protocol):
 
     def append(self, batch: Batch, source: str | None) -> None:
         """Append rows in the columns of the schema."""
+
+    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
+        """Return what appends single rows faster than `append`; None: nothing does."""
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session.
@@ -91,6 +96,7 @@ class Recorder:
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
         self._block: _Block | None = None
+        self._appender: RowAppending | None = None
         self._filled = 0
         self._closed = False
         target.cut(source)
@@ -156,6 +162,8 @@ class Recorder:
             return
         self._filled = 0  # before: after an interruption no step is written twice
         try:
+            if self._appender is not None and self._appender.append(*block.outcome()):
+                return
             batch = block.batch(filled)
             if batch.count:
                 self._target.append(batch, self._source)
@@ -196,8 +204,24 @@ class Recorder:
         schema = self._target.schema()
         if schema is None:
             schema = self._target.prepare(_first_row(values, more, self._lanes))
-        self._block = _Block(schema, values, more, self._lanes, self._flush_steps)
-        return self._block
+        _check_sizes(schema)
+        appender = None
+        if self._lanes is None and self._flush_steps == 1:
+            appender = self._target.row_appender(self._source, schema)
+        memory = None if appender is None else appender.fields
+        block = _Block(schema, values, more, self._lanes, self._flush_steps, memory)
+        self._block, self._appender = block, appender
+        return block
+
+
+def _check_sizes(schema: Schema) -> None:
+    """Raise SchemaError if a field has no fixed size."""
+    for entry in schema.fields:
+        if entry.dtype in (OBJECT, ARROW):
+            raise SchemaError(
+                f"field {key_name(entry.key)!r} is {entry}, and a recorder takes fields of a fixed size",
+                hint="use extend() or add()",
+            )
 
 
 def _first_row(values: tuple[Any, ...], more: Mapping[str, Any], lanes: int | None) -> dict[str, Any]:
@@ -244,14 +268,17 @@ class _Column:
         entry: The field.
         lanes: As of `Recorder`.
         steps: How many.
+        memory: Where the values lie. Shape `(bytes,)`, uint8.
     """
 
     __slots__ = ("_dtype", "_entry", "_lanes", "_largest", "_numbers", "_shape", "rows", "values")
 
-    def __init__(self, entry: Field, lanes: int | None, steps: int) -> None:
+    def __init__(self, entry: Field, lanes: int | None, steps: int, memory: Array) -> None:
         self._entry, self._lanes, dtype = entry, lanes, entry.numpy_dtype
         #: One value per step and lane. Shape `(steps, *row shape)`, or `(steps, lanes, *row shape)`.
-        self.values: Array = np.zeros((steps, *(() if lanes is None else (lanes,)), *entry.shape), dtype)
+        self.values: Array = memory.view(dtype).reshape(
+            steps, *(() if lanes is None else (lanes,)), *entry.shape
+        )
         # Fields with one value per row are given without their dim of size 1, as a rule.
         own = () if entry.row_items == 1 else entry.shape
         self._shape: tuple[int, ...] = own if lanes is None else (lanes, *own)
@@ -375,9 +402,10 @@ class _Block:
         more: Its other fields.
         lanes: As of `Recorder`.
         steps: How many steps it has room for.
+        memory: Where the columns lie, one behind another; None: anywhere. Shape `(bytes,)`, uint8.
 
     Raises:
-        SchemaError: The step has other fields than the store, or a field has no fixed size.
+        SchemaError: The step has other fields than the store.
     """
 
     def __init__(
@@ -387,15 +415,14 @@ class _Block:
         more: Mapping[str, Any],
         lanes: int | None,
         steps: int,
+        memory: Array | None,
     ) -> None:
-        for entry in schema.fields:
-            if entry.dtype in (OBJECT, ARROW):
-                raise SchemaError(
-                    f"field {key_name(entry.key)!r} is {entry}, and a recorder takes fields of a fixed size",
-                    hint="use extend() or add()",
-                )
         self._schema, self._lanes, self._steps = schema, lanes, steps
-        self._columns = [_Column(entry, lanes, steps) for entry in schema.fields]
+        sizes = [steps * (lanes or 1) * entry.row_bytes for entry in schema.fields]
+        parts = np.split(np.zeros(sum(sizes), np.uint8) if memory is None else memory, np.cumsum(sizes)[:-1])
+        self._columns = [
+            _Column(entry, lanes, steps, part) for entry, part in zip(schema.fields, parts, strict=True)
+        ]
         self._by_key = dict(zip(schema.keys, self._columns, strict=True))
         self._left = dict(self._by_key)
         observation, action, _, following, _, _ = values
@@ -410,6 +437,9 @@ class _Block:
         self._more = {name: self._take(tuple(name.split(".")), value) for name, value in more.items()}
         #: The names of the other fields.
         self.names = more.keys() | set()
+        self._rewards, self._terminated, self._truncated = (
+            self._by_key[_NEXT, name].rows for name in ("reward", "terminated", "truncated")
+        )
         self._done = self._left.pop((_NEXT, "done"), None)
         for flag in _FLAGS:  # of the observation before the step: it ended no episode
             self._left.pop((flag,), None)
@@ -447,6 +477,14 @@ class _Block:
         elif valid is not None:
             raise SchemaError("valid= is for several lanes", hint="leave a step out that is none")
 
+    def outcome(self) -> tuple[float, int]:
+        """Return the reward of the only step, and how it leaves its episode; its flag `done` is set."""
+        terminated, truncated = bool(self._terminated[0]), bool(self._truncated[0])
+        if self._done is not None:
+            self._done.rows[0] = terminated or truncated
+        status = TERMINATED if terminated else TRUNCATED if truncated else OPEN
+        return float(self._rewards[0]), status
+
     def _flat(self, steps: int) -> list[Array]:
         """Return the columns of the first steps. Shapes `(steps * lanes, *row shape)`."""
         rows = steps * (self._lanes or 1)
@@ -458,8 +496,8 @@ class _Block:
     def batch(self, steps: int) -> Batch:
         """Return the first steps as rows."""
         if self._done is not None:
-            terminated, truncated = (self._by_key[_NEXT, flag].rows for flag in _FLAGS[1:])
-            np.logical_or(terminated[:steps], truncated[:steps], out=self._done.rows[:steps])
+            ends = self._terminated[:steps], self._truncated[:steps]
+            np.logical_or(*ends, out=self._done.rows[:steps])
         columns = self._whole if steps == self._steps else self._flat(steps)
         count, lanes = steps * (self._lanes or 1), None
         if self._valid is not None:

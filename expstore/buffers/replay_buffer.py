@@ -49,13 +49,14 @@ from expstore.samplers.torchrl_adapter import adapt
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
+from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import OVERTAKEN, PATIENCE, layout_of, prepare
 from expstore.storages.memory import MemoryStorage
 from expstore.storages.read_view import ReadView, unmoved
 from expstore.storages.sessions import end_episodes
 from expstore.trajectories.search import find_trajectories
 from expstore.transforms import StepView
-from expstore.writers.writers import Writer, default_writer
+from expstore.writers.writers import RoundRobinWriter, Writer, default_writer
 
 __all__ = ["ReplayBuffer"]
 
@@ -787,6 +788,17 @@ class _RecorderTarget:
         batch.prioritized = rb._counts_priorities(None)
         rb._append(batch, source, True, "", None)
 
+    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
+        """Return what appends single rows faster than `append`; None: nothing does."""
+        rb = self._buffer
+        heard = type(rb._sampler).on_write is not Sampler.on_write
+        appends = type(rb._writer).write is RoundRobinWriter.write
+        if heard or rb._limiter is not None or len(rb._transform) or not appends:
+            return None
+        if rb._counts_priorities(None) and rb._given_priorities(schema, _empty(schema)) is not None:
+            return None
+        return rb._storage.writer().row_appender(source, schema)
+
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session; see `RecorderTarget`."""
         storage = self._buffer._storage
@@ -795,6 +807,11 @@ class _RecorderTarget:
             own = () if source is None else table.sources_named(source, session=table.session)
             if table.joins.awaiting.isdisjoint(own):
                 self._buffer.episodes.end_stream(source)
+
+
+def _empty(schema: Schema) -> list[Array]:
+    """Return columns without rows."""
+    return [np.empty((0, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
 
 
 def _entry(batch: Any, key: Key) -> Any:

@@ -45,6 +45,8 @@ __all__ = [
     "LAST",
     "NEW",
     "NO_REWARD",
+    "SEGMENT_BYTES",
+    "SEGMENT_FORMAT",
     "STATUS",
     "Assignment",
     "Episode",
@@ -81,7 +83,8 @@ class Segment(NamedTuple):
         return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
 
 
-_SEGMENT = struct.Struct("<qqqiiiidBB6x")
+SEGMENT_FORMAT = "<qqqiiiidBB6x"
+_SEGMENT = struct.Struct(SEGMENT_FORMAT)
 SEGMENT_BYTES = _SEGMENT.size
 
 
@@ -651,6 +654,11 @@ class EpisodeTable:
     def open_entries(self) -> list[LogEntry]:
         """Return the state of episodes that are not in the log in their present state."""
         return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
+
+    def find_open(self, source: int) -> Episode | None:
+        """Return the episode that the next row of a source without trajectory ids continues; None: none."""
+        episode = self._open.get((source, None))
+        return episode if episode is not None and episode.status == OPEN else None
 
     def has_open(self, sources: Collection[int] | None) -> bool:
         """Return whether an episode of some sources, or of any if None, may still get rows."""

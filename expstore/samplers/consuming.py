@@ -155,7 +155,6 @@ class ConsumingSampler(Sampler):
                 ranks = generator.choice(left, count, replace=False)
                 places, _ = tree.find(ranks.astype(np.float64) + 0.5)
                 sampled.add(places)
-                storage.note_unsaved()
             beside = np.concatenate([held, places])
             self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
             self._shown = sampled, sampled.moves

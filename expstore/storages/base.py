@@ -28,7 +28,7 @@ from expstore.schema.field_roles import REWARD, Keys, find_keys
 from expstore.schema.row_fields import ROW_BYTES, priority_place
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows, now_us
-from expstore.storages.capabilities import FieldChanges, Retention
+from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
@@ -254,7 +254,7 @@ class Storage(ReadView):
             slots = self.geometry.slot_of(ids)
             if slots.size:
                 self.priorities.set(ids, slots, values)
-                self.note_unsaved()
+                self._note_unsaved()
                 self.priorities.tell(self, slots)
             return int(slots.size)
 
@@ -441,6 +441,15 @@ class Storage(ReadView):
         """What deletes episodes; None: rows leave by age, or not at all."""
         return None
 
+    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
+        """Return what appends single rows of a stream faster than `write`; None: nothing does.
+
+        Args:
+            source: Name of the stream, in the storage's own session; None: the unnamed one.
+            schema: The fields of the rows.
+        """
+        return None
+
     @property
     def snapshots(self) -> SnapshotAccess:
         """What gives the content to snapshots, and replaces it where that is possible."""
@@ -472,8 +481,8 @@ class Storage(ReadView):
         spare = spare_slots(ring.capacity, schema.row_bytes + ROW_BYTES)
         return ring.with_slots(round_up(spare, ring.lanes), 0)
 
-    def note_unsaved(self) -> None:
-        """Note that priorities were set, or rows counted as handed out: that is kept before long."""
+    def _note_unsaved(self) -> None:
+        """Note that priorities were set: they are kept before long."""
 
     def _note_horizon(self, horizon: int) -> None:
         """Keep the newest id whose slot may be written to from now on."""

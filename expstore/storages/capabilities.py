@@ -1,6 +1,6 @@
 """What some storages can do apart from reading and writing rows: objects, or None where they cannot.
 
-`Storage.fields` and `Storage.retention` return them. Nothing here does anything.
+`Storage.fields`, `Storage.retention` and `Storage.row_appender` return them. Nothing here does anything.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 from expstore.core.id_set import Gaps
 from expstore.core.retention_policy import Retain
-from expstore.core.values import IntArray, Key
+from expstore.core.values import Array, IntArray, Key
 from expstore.storages.new_field import Coming
 
-__all__ = ["FieldChanges", "GivenUp", "Retention"]
+__all__ = ["FieldChanges", "GivenUp", "Retention", "RowAppending"]
 
 
 class FieldChanges(Protocol):
@@ -45,6 +45,28 @@ class FieldChanges(Protocol):
             SchemaError: There is no such field, or rows cannot be without it.
             StateError: Nothing can be written here; or rows are ranked by the field.
             StorageError: The disk failed; the store must be opened again.
+        """
+
+
+class RowAppending(Protocol):
+    """Append single rows of one stream.
+
+    Threads: one at a time uses it; others may use the storage.
+    """
+
+    #: The fields of the next row, one behind another in the schema's order. Shape `(bytes,)`, uint8.
+    fields: Array
+
+    def append(self, reward: float, status: int) -> bool:
+        """Append the row in `fields`; return whether it was taken: otherwise nothing was done.
+
+        Args:
+            reward: Of the row, in the precision of its field; 0.0 where rows have none.
+            status: How the row leaves its episode: open, terminated or truncated.
+
+        Raises:
+            StateError: Nothing can be written here.
+            StorageError: The disk failed; nothing is published.
         """
 
 

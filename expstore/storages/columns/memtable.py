@@ -17,7 +17,7 @@ from expstore.core import tuning
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.storages.columns.column import Column
-from expstore.storages.columns.payload import join_payload
+from expstore.storages.columns.payload import join_payload, split_payloads
 from expstore.storages.columns.priorities import StoredPriorities
 
 if TYPE_CHECKING:
@@ -289,19 +289,19 @@ class Memtable(RowsOver, Generic[_Pin]):
         self.span = (0, 0)
         self._lock = order.ranked("tail", threading.RLock())
         self._priorities = priorities
-        self._batches: list[list[bytes]] = []
+        self._batches: list[tuple[int, bytes]] = []
 
-    def add(self, first_id: int, count: int, parts: list[bytes]) -> None:
+    def add(self, first_id: int, count: int, payload: bytes) -> None:
         """Take recent rows, which follow those it has.
 
         Args:
             first_id: Of the first one.
             count: How many.
-            parts: Their bytes, as `payload` has them: per column; priority is left out.
+            payload: Their bytes, as their commit record carries them.
         """
         with self._lock:
             first, known = self.span
-            self._batches.append(parts)
+            self._batches.append((count, payload))
             self.span = (first if known else first_id, known + count)
 
     @property
@@ -326,9 +326,9 @@ class Memtable(RowsOver, Generic[_Pin]):
             numbers %= columns.slots
         return np.where((numbers >= 0) & (numbers < count), numbers, -1)
 
-    def _parts(self) -> list[bytes]:
-        """Return the bytes of the recent rows, as `payload` has them; the lock is held."""
-        return [b"".join(batches) for batches in zip(*self._batches, strict=True)]
+    def _parts(self, columns: ColumnSet) -> list[bytes]:
+        """Return the bytes of the recent rows, column by column; the lock is held."""
+        return split_payloads(columns, self._batches)
 
     def drain(self, columns: WritableColumns, note: Callable[[int], None]) -> None:
         """Write the recent rows to the columns.
@@ -347,7 +347,7 @@ class Memtable(RowsOver, Generic[_Pin]):
                 pieces = cut_run(first_id, count, columns.slots)
                 values = self._priorities.values
                 priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
-                columns.write_parts(pieces, self._parts(), priorities)
+                columns.write_parts(pieces, self._parts(columns), priorities)
                 note(first_id + count - 1)
                 self._batches, self.span = [], (0, 0)
 
@@ -360,7 +360,7 @@ class Memtable(RowsOver, Generic[_Pin]):
             if not count:  # drained just now
                 return self.replaced.take(columns, slots, places)
             pieces, values = cut_run(first_id, count, columns.slots), self._priorities.values
-            rows = join_payload(columns, self._parts(), pieces).values
+            rows = join_payload(columns, self._parts(columns), pieces).values
             priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
             rows = [*rows, priorities]
             return [columns.columns[place].mix(slots, newer, rows[place]) for place in places]

@@ -8,6 +8,8 @@ message behind its u32 length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from expstore.core.values import Array
 from expstore.storages.columns.column import Run
 from expstore.storages.columns.column_set import ColumnSet
 
-__all__ = ["join_payload", "payload_parts", "split_payload"]
+__all__ = ["join_payload", "payload_parts", "split_payload", "split_payloads"]
 
 
 def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> list[bytes]:
@@ -42,6 +44,29 @@ def split_payload(group: ColumnSet, payload: bytes, count: int) -> list[bytes]:
         parts.append(payload[at : at + size])
         at += size
     return parts + [payload[at:] for _ in group.shared]
+
+
+def split_payloads(group: ColumnSet, payloads: Sequence[tuple[int, bytes]]) -> list[bytes]:
+    """Return the parts of several payloads, those of one column behind one another.
+
+    Args:
+        group: The columns.
+        payloads: How many rows each has, and its bytes.
+    """
+    if group.shared:
+        split = [split_payload(group, payload, count) for count, payload in payloads]
+        return [b"".join(parts) for parts in zip(*split, strict=True)]
+    parts: list[list[bytes]] = [[] for _ in group.summed]
+    for count, run in groupby(payloads, key=itemgetter(0)):  # mostly all are single rows: one cut for all
+        data = b"".join([payload for _, payload in run])
+        width = count * sum(column.row_bytes for column in group.summed)
+        table = np.frombuffer(data, np.uint8).reshape(-1, width)
+        at = 0
+        for place, column in enumerate(group.summed):
+            size = column.row_bytes * count
+            parts[place].append(table[:, at : at + size].tobytes())
+            at += size
+    return [b"".join(part) for part in parts]
 
 
 def join_payload(group: ColumnSet, parts: Sequence[bytes], pieces: Sequence[tuple[int, int, int]]) -> Run:

@@ -7,7 +7,7 @@ is no part of any checksum. It never decides which counts hold after a crash: th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class SampledColumn(Sampled, Checkpointed):
         disk: Where files are touched.
         folder: `columns/`, with the column in it.
         slots: How many rows a ring has; None: it grows.
+        changed: Called when rows were counted; None: nobody asks.
 
     Raises:
         CorruptionError: zarr.json is missing or says something else.
@@ -48,8 +49,10 @@ class SampledColumn(Sampled, Checkpointed):
         >>> sampled = SampledColumn(disk, folder, 1000)
     """
 
-    def __init__(self, disk: Disk, folder: Path, slots: int | None) -> None:
-        self._disk = disk
+    def __init__(
+        self, disk: Disk, folder: Path, slots: int | None, *, changed: Callable[[], None] | None = None
+    ) -> None:
+        self._disk, self._changed = disk, changed
         self.column = FlatColumn(disk, _place(folder), SAMPLED, slots)
         if read_layout(disk, self.column.folder, SAMPLED).rows != self.column.rows:
             raise CorruptionError(
@@ -136,6 +139,8 @@ class SampledColumn(Sampled, Checkpointed):
         self._owed.append(slots)
         super().add(slots)
         self._owed.pop()
+        if self._changed is not None:
+            self._changed()
 
     @property
     def owes(self) -> bool:

@@ -144,10 +144,9 @@ class OpenStore(RowState):
         """Keep few rows in the memtable: their commit record will carry their bytes."""
         if self.memtable.full:
             self.drain(shared)
-        parts = payload_parts(columns, rows.columns, rows.assignment.numbers)
-        inline = b"".join(parts)
+        inline = b"".join(payload_parts(columns, rows.columns, rows.assignment.numbers))
         self.priorities.start(geometry.runs(rows.first_id, rows.count), geometry.slots)
-        self.memtable.add(rows.first_id, rows.count, parts)
+        self.memtable.add(rows.first_id, rows.count, inline)
         return Payload(google_crc32c.value(inline), inline, in_columns=False)
 
     def drain(self, shared: SharedState) -> None:

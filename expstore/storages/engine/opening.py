@@ -8,7 +8,7 @@ decided in `expstore.storages.recovery.recover`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +115,7 @@ class Opening:
         segment_bytes: The length of a segment of the journal.
         counts: Whether to count how often rows are handed out.
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
+        counted: Called when rows were counted as handed out.
         former: The rows as they were before: the session, who joins its episodes, who watches priorities, and
             the next draw of the same content stay.
         first: Whether this process has handed out no rows of this content.
@@ -132,12 +133,14 @@ class Opening:
         segment_bytes: int,
         counts: bool,
         may_tidy: bool,
+        counted: Callable[[], None],
         former: RowState,
         first: bool,
     ) -> None:
         self._disk, self._path, self._manifest = disk, path, manifest
         self._shared, self._order, self._pool = shared, order, pool
         self._segment_bytes, self._counts, self._may_tidy = segment_bytes, counts, may_tidy
+        self._counted = counted
         self._former, self._first = former, first
         self._same_boot = False
 
@@ -276,7 +279,7 @@ class Opening:
             if not self._counts:
                 return None
             SampledColumn.make(self._disk, columns.folder, slots, ready=columns.ready, pool=self._pool)
-        return SampledColumn(self._disk, columns.folder, slots)
+        return SampledColumn(self._disk, columns.folder, slots, changed=self._counted)
 
     def _open_keys(self, past: Past | None) -> KeyFile:
         """Open the keys of rows that are there: from the file those a checkpoint covers, or their records."""

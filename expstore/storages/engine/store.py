@@ -48,6 +48,7 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.engine.opening import Opening, explain_full_disk, make_columns
 from expstore.storages.engine.process_exit import Departure, register, unregister
 from expstore.storages.engine.replace import Updates
+from expstore.storages.engine.row_appender import RowAppender
 from expstore.storages.engine.store_settings import StoreSettings
 from expstore.storages.engine.store_snapshots import StoreSnapshots
 from expstore.storages.format.journal import SYNC_SEGMENT_BYTES, Kind
@@ -172,6 +173,7 @@ class Store(Storage):
                 segment_bytes=self._segment_bytes,
                 counts=self._counting,
                 may_tidy=engine.may_tidy(),
+                counted=engine.background.note,
                 former=former,
                 first=first,
             ).run()
@@ -527,7 +529,8 @@ class Store(Storage):
         ready = max(columns.ready, last)  # the columns may lack rows that the memtable has
         with self.engine.health.guarding():
             SampledColumn.make(self.disk, columns.folder, slots, ready=ready, pool=self.engine.pool)
-            self._state.count_sampled(SampledColumn(self.disk, columns.folder, slots))
+            counts = SampledColumn(self.disk, columns.folder, slots, changed=self.engine.background.note)
+            self._state.count_sampled(counts)
 
     # -- changing and forgetting -------------------------------------------------------------------
 
@@ -577,8 +580,12 @@ class Store(Storage):
         """What ranks rows, their specs, and whether they are counted."""
         return StoreSettings(self, self._describe, self._count_sampled)
 
-    def note_unsaved(self) -> None:
-        """Note that priorities were set, or rows counted as handed out: a checkpoint follows before long."""
+    def row_appender(self, source: str | None, schema: Schema) -> RowAppender | None:
+        """Return what appends single rows of a stream faster than `write`; see `Storage.row_appender`."""
+        return RowAppender(self, source, schema) if RowAppender.suits(self, schema) else None
+
+    def _note_unsaved(self) -> None:
+        """Note that priorities were set: a checkpoint follows before long."""
         self.engine.background.note()
 
     # -- reading -------------------------------------------------------------------------------------

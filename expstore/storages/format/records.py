@@ -21,18 +21,22 @@ from expstore.core.idempotency import NO_KEY, WriteKey
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk
 from expstore.episodes.sessions import NewSource
-from expstore.episodes.table import SEGMENT_BYTES, Segment, pack_segments, unpack_segments
+from expstore.episodes.table import SEGMENT_BYTES, SEGMENT_FORMAT, Segment, pack_segments, unpack_segments
 from expstore.errors import CorruptionError
 from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.schema import Schema
+from expstore.storages.format.journal import ALIGN, HEADER, Journal, Kind
 from expstore.storages.format.paths import REDO
 
-__all__ = ["Mark", "Publish", "Redo", "fetch_body", "shelve_body"]
+__all__ = ["Mark", "Publish", "Redo", "RowRecord", "fetch_body", "shelve_body"]
 
 # first id, draw, time | rows, rows not written, segments, bytes of the source list, crc32c of the payload,
 # number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
+#: Of one row: that and its segment. Then the fields, and the row's id, episode, step and time.
+_ROW = struct.Struct(_PUBLISH.format + SEGMENT_FORMAT.removeprefix("<"))
+_NUMBERS = struct.Struct("<4q")
 #: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
@@ -136,6 +140,55 @@ class Publish:
             column_set=column_set,
             key=None if name == NO_KEY else WriteKey(name, digest, bool(skipped & _DROPPED)),
         )
+
+
+class RowRecord:
+    """The commit record of a single row, laid out once and filled for each row: what `Publish` packs for it.
+
+    The values of the row are written to `fields` by whoever has them. Not locked.
+
+    Args:
+        row_bytes: Size of the fields of a row.
+    """
+
+    __slots__ = ("_body", "_frame", "_payload", "fields", "size")
+
+    def __init__(self, row_bytes: int) -> None:
+        #: Bytes of the body.
+        self.size = _ROW.size + row_bytes + _NUMBERS.size
+        self._frame = memoryview(bytearray(-(-(HEADER.size + self.size) // ALIGN) * ALIGN))
+        self._body = self._frame[HEADER.size : HEADER.size + self.size]
+        self._payload = self._body[_ROW.size :]
+        #: The fields of the row, one behind another in the schema's order. Shape `(row_bytes,)`.
+        self.fields = self._payload[:row_bytes]
+
+    def fill(
+        self, *, column_set: int, draw: int, time: int, priority: float, first_id: int, segment: Segment
+    ) -> bytes:
+        """Complete the record of a row whose fields are there; return the payload.
+
+        Args:
+            column_set: As of `Publish`.
+            draw: As of `Publish`.
+            time: As of `Publish`.
+            priority: As of `Publish`.
+            first_id: The id of the row.
+            segment: Its episode and step.
+        """
+        _NUMBERS.pack_into(self._payload, len(self.fields), first_id, segment.episode, segment.step, time)
+        payload = self._payload.tobytes()
+        _ROW.pack_into(
+            self._body, 0,
+            first_id, draw, time,
+            1, 0, 1, 0, google_crc32c.value(payload), column_set,
+            priority, NO_KEY, NO_KEY, 0,
+            *segment,
+        )  # fmt: skip
+        return payload
+
+    def append_to(self, journal: Journal) -> int:
+        """Append the record to a journal; return its sequence number."""
+        return journal.append_framed(Kind.PUBLISH, self._frame, self.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def memtable_of(store: Store, count: int) -> Memtable[Pin]:
     for one in range(31, 31 + count):
         ids = np.array([one])
         parts = payload_parts(store.columns, [store.kind.values(ids)], np.stack([ids] * 4))
-        memtable.add(one, 1, parts)
+        memtable.add(one, 1, b"".join(parts))
     return memtable
 
 
