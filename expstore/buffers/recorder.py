@@ -475,7 +475,7 @@ class _Block:
         if self._valid is not None:
             self._valid[at] = True if valid is None else valid
         elif valid is not None:
-            raise SchemaError("valid= is for several lanes", hint="leave a step out that is none")
+            raise SchemaError("valid= is for several lanes", hint="do not record what is no step")
 
     def outcome(self) -> tuple[float, int]:
         """Return the reward of the only step, and how it leaves its episode; its flag `done` is set."""

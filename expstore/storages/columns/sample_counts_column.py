@@ -39,7 +39,7 @@ class SampledColumn(Sampled, Checkpointed):
         disk: Where files are touched.
         folder: `columns/`, with the column in it.
         slots: How many rows a ring has; None: it grows.
-        changed: Called when rows were counted; None: nobody asks.
+        changed: Called when rows were counted.
 
     Raises:
         CorruptionError: zarr.json is missing or says something else.

@@ -145,7 +145,7 @@ class Publish:
 class RowRecord:
     """The commit record of a single row, laid out once and filled for each row: what `Publish` packs for it.
 
-    The values of the row are written to `fields` by whoever has them. Not locked.
+    The caller writes the values of the row to `fields`. Not locked.
 
     Args:
         row_bytes: Size of the fields of a row.
