@@ -206,7 +206,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """Draw rows of a member, again where its sampler gives fewer at once."""
         batches, infos, missing = [], [], size
         while missing:
-            batch, info = self._rbs[member].sample(missing, return_info=True)
+            batch, info = self._rbs[member].sample(missing, return_info=True, as_numpy=False)
             rows = info["index"].shape[0]
             if not 0 < rows <= missing:
                 raise StateError(

@@ -96,6 +96,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
         rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
             wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
+        as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise.
         torchrl: Keywords that torchrl's buffers have and that mean nothing here: at their defaults they are
             taken, otherwise refused with the reason.
 
@@ -130,6 +131,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         consume_after_n_samples: int | None = None,
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
+        as_numpy: bool = False,
         **torchrl: Any,
     ) -> None:
         refuse(type(self).__name__, torchrl)
@@ -158,6 +160,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             limiter=rate_limiter,
         )
         self._batch_size = batch_size
+        self._as_numpy = as_numpy
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -301,7 +304,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         return None
 
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool = False
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
     ) -> Any:
         """Draw a batch.
 
@@ -315,7 +318,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
             as_numpy: Return NumPy arrays instead of tensors, in nested dicts instead of TensorDicts; `info`
                 has arrays, too. They lie in host memory, whatever the buffer's device. bfloat16 becomes
                 float32; fields without a fixed size are arrays of objects, one for each row. JAX takes them
-                by `jax.numpy.asarray` or `jax.dlpack.from_dlpack`.
+                by `jax.numpy.asarray` or `jax.dlpack.from_dlpack`. None: as the buffer was made.
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
@@ -325,6 +328,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
+        as_numpy = self._as_numpy if as_numpy is None else as_numpy
         batch, selection = self._next_batch(Request(self._wanted(batch_size), as_numpy))
         return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
 

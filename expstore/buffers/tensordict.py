@@ -58,7 +58,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         return_info: bool = False,
         include_info: bool | None = None,
         *,
-        as_numpy: bool = False,
+        as_numpy: bool | None = None,
     ) -> Any:
         """Do as `ReplayBuffer.sample`.
 
@@ -66,8 +66,10 @@ class TensorDictReplayBuffer(ReplayBuffer):
             batch_size: How many rows; None: the buffer's `batch_size`.
             return_info: Return a pair: the batch, and a dict of what is known of each row.
             include_info: False: leave out the entries that are no fields (`index`, and so on).
-            as_numpy: Return nested dicts of NumPy arrays, in host memory, instead of a TensorDict.
+            as_numpy: Return nested dicts of NumPy arrays, in host memory, instead of a TensorDict. None: as
+                the buffer was made.
         """
+        as_numpy = self._as_numpy if as_numpy is None else as_numpy
         found = super().sample(batch_size, return_info, as_numpy=as_numpy)
         if include_info is not False:
             return found

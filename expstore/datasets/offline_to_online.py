@@ -136,13 +136,19 @@ class OfflineToOnlineReplayBuffer:
         check_batch_size(size)
         offline = round(self._fraction * size)
         if offline >= size or not len(self._online):
-            batch = self._offline.sample(size)
+            batch = self._sample_offline(size)
         elif not offline:
             batch = self._online.sample(size)
         else:
-            batch = _joined(self._offline.sample(offline), self._online.sample(size - offline))
+            batch = _joined(self._sample_offline(offline), self._online.sample(size - offline))
         made = self._transform.forward(batch, self._numbers())
         return to_arrays(made) if as_numpy else made
+
+    def _sample_offline(self, size: int) -> Any:
+        """Return rows of the data set as tensors, also if it hands out NumPy arrays by default."""
+        if isinstance(self._offline, ReplayBuffer):
+            return self._offline.sample(size, as_numpy=False)
+        return self._offline.sample(size)
 
     def _numbers(self) -> np.random.Generator | None:
         """Return the random numbers of transforms; None: nothing says which draw this is."""

@@ -154,6 +154,7 @@ class ReplayBufferTrainer:
         Raises:
             StopIteration: With `iterate`, an iteration is at its end.
             NotReadyError: The store is empty, or no row is left that may still be drawn.
+            TypeError: The buffer hands out NumPy arrays.
         """
         if self.iterate:
             if self._batches is None:
@@ -165,6 +166,8 @@ class ReplayBufferTrainer:
                 raise
         else:
             sample = self.replay_buffer.sample(self.batch_size)
+        if isinstance(sample, dict):
+            raise TypeError("a trainer needs TensorDicts, and this buffer was made with as_numpy=True")
         return cast(TensorDictBase, sample if self.device is None else sample.to(self.device))
 
     def update_priority(self, batch: TensorDictBase) -> None:
