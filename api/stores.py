@@ -266,9 +266,8 @@ class Stores:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
         limiter = self._settings.limiter()
-        return Served(
-            name, path, expstore.open(path, rate_limiter=limiter, **options), self._settings, limiter
-        )
+        rb = expstore.open(path, batches=expstore.Batches(rate_limiter=limiter), **options)
+        return Served(name, path, rb, self._settings, limiter)
 
     def _path(self, name: str) -> Path:
         if self.single:

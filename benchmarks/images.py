@@ -105,7 +105,7 @@ class Sides:
             (where or self.folder) / "store.exp",
             capacity=capacity,
             batch_size=BATCH,
-            fields=fields,
+            layout=expstore.Layout(fields=fields),
             sampler=sampler,
             seed=1,
         )

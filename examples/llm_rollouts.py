@@ -104,7 +104,7 @@ def loss_of(batch: TensorDictBase) -> torch.Tensor:
 def run(path: Path, *, versions: int, prompts: int, seed: int) -> None:
     sampler = StalenessAwareSampler(max_staleness=2)
     with expstore.open(
-        path, storage="arrow", capacity=CAPACITY, sampler=sampler, batch_size=64, seed=seed
+        path, layout="arrow", capacity=CAPACITY, sampler=sampler, batch_size=64, seed=seed
     ) as rb:
         stored = len(rb)
         newest = rb.sql("SELECT max(policy_version) FROM transitions").fetchone() if stored else None

@@ -12,6 +12,10 @@ from expstore.integrations import torchrl_trainer as trainers
 
 __version__: str
 from expstore._open import open as open
+from expstore._settings import Batches as Batches
+from expstore._settings import Durability as Durability
+from expstore._settings import EpisodeKeys as EpisodeKeys
+from expstore._settings import Layout as Layout
 from expstore.buffers.ensemble import ReplayBufferEnsemble as ReplayBufferEnsemble
 from expstore.buffers.hindsight import HERReplayBuffer as HERReplayBuffer
 from expstore.buffers.hindsight import HindsightStrategy as HindsightStrategy

@@ -1,6 +1,6 @@
 """`expstore.open`: a folder in, a replay buffer out.
 
-What most programs call first. It only puts settings together; everything else is done below.
+Most programs call it first. It only puts settings together; the packages below do everything else.
 """
 
 from __future__ import annotations
@@ -9,40 +9,37 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from expstore._settings import Batches, Durability, EpisodeKeys, Layout
 from expstore.buffers.arguments import check_drawing
 from expstore.buffers.domain_checks import row_text
-from expstore.buffers.sample_units import SampleUnit, check_unit
+from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.rate_limiters import RateLimiter
 from expstore.core.retention_policy import Retain
+from expstore.core.values import Key, given_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock, read_owner
-from expstore.errors import ExpStoreError, LockedError, StateError
+from expstore.errors import ExpStoreError, LockedError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Schema
-from expstore.storages.engine.open_settings import Durability, Mode, Settings
+from expstore.specs import Composite, TensorSpec
+from expstore.storages.engine.open_settings import Mode, Settings
 from expstore.storages.factory import open_storage
 from expstore.storages.follower import FollowerStorage
-from expstore.storages.format.layout import ColumnLayout, LayoutName, ask_layout
+from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import LOCK
 from expstore.storages.read_view import ReadView, keys_for
 from expstore.storages.snapshots.catalog import find_version, is_snapshots
 from expstore.transforms import Compose
 from expstore.writers.writers import Writer
-
-if TYPE_CHECKING:
-    import torch
-
-    from expstore.specs import Composite
 
 __all__ = ["open"]
 
@@ -57,110 +54,62 @@ def open(
     capacity: int | None = None,
     mode: Mode = "a",
     version: int | str | None = None,
-    storage: Literal["zarr", "arrow"] | None = None,
-    compression: Literal["narrow", "lz4", "zstd"] | None = None,
-    layout: LayoutName | None = None,
-    fields: Mapping[str, Mapping[str, Any]] | None = None,
-    share_next: bool | None = None,
+    layout: Layout | Literal["zarr", "arrow", "auto", "packed", "flat"] | Mapping[str, Any] | None = None,
+    schema: Schema | Mapping[Any, Any] | Composite | None = None,
+    episodes: EpisodeKeys | Mapping[str, Any] | None = None,
+    meta: dict[str, Any] | None = None,
     batch_size: int | None = None,
     sampler: Sampler | None = None,
     writer: Writer | None = None,
-    consume_after_n_samples: int | None = None,
     seed: int | None = None,
-    schema: Schema | Mapping[Any, Any] | None = None,
-    specs: Composite | None = None,
-    traj_key: str | tuple[str, ...] | None = None,
-    done_keys: Sequence[str | tuple[str, ...]] | None = None,
-    reward_key: str | tuple[str, ...] | None = None,
-    reward_reduce: Literal["sum", "mean", "min", "max"] | None = None,
-    done_reduce: Literal["any", "all"] | None = None,
-    meta: dict[str, Any] | None = None,
-    durability: Durability = "process",
-    min_free_bytes: int = 0,
+    batches: Batches | Mapping[str, Any] | None = None,
+    durability: Durability | Literal["process", "sync"] | Mapping[str, Any] = "process",
     retain: Retain | Mapping[str, Any] | None = None,
     archive: str | Path | Literal[False] | None = None,
-    on_sigterm: Literal["flush", "ignore"] = "flush",
-    device: torch.device | str | None = None,
-    prefetch: int = 0,
-    pin_memory: bool = False,
-    generator: torch.Generator | None = None,
-    sample_unit: SampleUnit | None = None,
-    rate_limiter: RateLimiter | None = None,
-    transform: Any = None,
 ) -> TensorDictReplayBuffer:
     """Open the store in a folder, or make one.
 
-    What is not given is as stored; what contradicts the store is an error. Opening after a crash
-    recovers by itself; `rb.recovered` says what.
+    A setting that is left out is taken as stored; a setting that contradicts the store is an error. Opening
+    after a crash recovers by itself; `rb.recovered` says what was recovered.
 
     Args:
         path: The folder, by habit named `something.exp`; `~` is the home folder. A URL is refused.
         capacity: Most readable rows; None for a new store: it grows without bound.
-        mode: "a" opens or makes, "x" only makes, "w" moves an old store aside (`.old-1`) and makes one,
-            "r" follows: it reads, beside a writer or without one, and changes nothing.
+        mode: "a" opens or makes a store, "x" only makes one, "w" renames an old store to `.old-1` and makes a
+            new one, "r" follows: it reads, with or without a running writer, and changes nothing.
         version: Number or tag of a version that `dumps` or `tag` has made, which is only read. Without it
-            mode "r" opens the newest one of a folder of versions.
-        storage: How rows are kept: "zarr", the default of new stores, or "arrow", for rows with strings,
-            lists, structs, None, or tensors whose shapes differ; see `ArrowStorage`.
-        compression: Of such rows. "narrow": integers lie in as few bytes as the values of a segment need,
-            which costs nothing when rows are read. "lz4" and "zstd" pack what is narrow: less space, for
-            texts, too, and slower samples.
-        layout: How the fields of a new store lie on disk. "auto", as without it: packed from 1 KiB per row
-            on, unless a writer keeps the best rows. "packed": compressed, in chunks of a few rows, which stay
-            as they are. "flat": rows one behind another, which can be changed in place (`rb[i] =`).
-        fields: The same for single fields, by name or key: a dict with `layout`, and of packed ones `rows`
-            per chunk, a power of two (16 MiB at most), and `codec`: "lz4hc" by default, "lz4", "zstd", "zlib"
-            (all of blosc), "lz4hc-shuffle" and "zstd-shuffle" for floats, "gzip"; and `share_next`.
-        share_next: Whether rows of a new store's packed fields are stored once, where they are the next ones,
-            `("next", name)`, of earlier rows; found by their bytes. As without it, True. False: all rows are
-            stored whole, as those of flat fields always are.
-        batch_size: Of `sample` and iteration.
-        sampler: What makes up a batch; uniform by default.
-        writer: Where rows go; by default the newest take the places of the oldest, or as the store was
-            filled. Not with mode "r".
-        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`. The store keeps how
-            often each was.
-        seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the
-            reader's own.
-        schema: The fields, if they are to be fixed before the first rows come: a `Schema`, or types by key,
-            `{"prompt": str, "tokens": ("int32", (None,)), ("next", "reward"): "float32"}`: a dtype, a dtype
-            and a row shape with None where rows differ, str, bytes or a pyarrow type. Without it the first
-            batch fixes them: tensors of one shape are of a fixed size then.
-        specs: What values the fields of a row have; of some of them. Kept with the schema. Rows with other
-            fields, dtypes or shapes are refused; `extend(validate="domain")` asks for values, too.
-        traj_key: Field with the collector's trajectory ids; found by TorchRL's names by default.
-        done_keys: Fields that end an episode, known by their last part: `terminated`, `truncated`, or another
-            one; found by TorchRL's names by default. Where rows have `terminated`, an end that is not
-            terminated is truncated.
-        reward_key: Field that is summed up to an episode's return; ("next", "reward") by default. It may have
-            several values per row, one per agent: `("next", "agents", "reward")`. Without such a field an
-            episode's return is NULL.
-        reward_reduce: How several rewards of a row become one: "sum" by default, "mean", "min" or "max".
-        done_reduce: When a row ends an episode if `done_keys` have several values per row: when "any" of them
-            is set (the default), or "all".
-        meta: Your own facts, for a new store; what JSON can keep.
-        durability: What an `extend` or `add` that returned survives: with "process" the end of the
-            process at once and of the machine after the next sync (about a second, or `flush`); with
-            "sync" a power cut, for one fsync per call (several above 1 MiB). Not stored. `rb[i] =` and
-            `empty` survive it either way; priorities, draws and counts need a `flush` either way.
-        min_free_bytes: An extend that would leave the disk with less is refused before it writes anything.
-            Rows that take the place of older ones need no space. Looked at about once a second.
-        retain: Which rows of a store without capacity stay, by bytes, age or an SQL condition: a `Retain`, or
-            a dict of its parts. Kept in the store, and applied every few seconds; whole episodes leave, once
-            they have ended. Another one takes the place of that before; `Retain()` keeps all rows.
-        archive: Path of a store to which rows go that leave a store with a capacity, each once, before their
-            place is given away; it grows without bound. `history` in SQL is the rows of both. Kept in the
-            store: another path says where the archive has been moved to, False that rows are gone from now
-            on. What `empty`, `loads` and a writer of the best rows take away does not go there.
-        on_sigterm: "flush": where the program has no handler of its own for SIGTERM, its stores are flushed
-            before it dies of it. "ignore": leave signals alone.
-        device: Where batches are handed out.
-        prefetch: How many batches are made ahead, in a thread; as `ReplayBuffer`, and so are the others.
-        pin_memory: See there.
-        generator: See there.
-        sample_unit: See there.
-        rate_limiter: See there.
-        transform: See there.
+            mode "r" opens the newest version in a folder of versions.
+        layout: How fields are kept on disk: a `Layout`, a dict of its parts, or one word. "zarr", the kind of
+            new stores, keeps fields of a fixed size; "arrow" also keeps strings, lists, structs and tensors
+            whose shapes differ. "auto" (as new stores are), "packed" and "flat" say whether fields of a fixed
+            size are compressed.
+        schema: The fields, or what values they have. A `Schema`, or types by key, fix all fields before the
+            first rows come: `{"prompt": str, "tokens": ("int32", (None,)), ("next", "reward"): "float32"}`. A
+            type is a dtype, a dtype and a row shape with None where rows differ, str, bytes or a pyarrow
+            type; or a spec such as `Categorical(3)`, which also says what values the field has. A `Composite`
+            holds specs of some fields, and the first batch fixes the others. Rows with other fields, dtypes
+            or shapes are refused; `extend(validate="domain")` also checks values.
+        episodes: Which fields make episodes: an `EpisodeKeys`, or a dict of its parts. A new store without it
+            finds the fields by TorchRL's names.
+        meta: Your own facts about a new store; what JSON can keep.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: Which rows make a batch; uniform by default.
+        writer: Where rows are placed; by default the newest replace the oldest, or as the store was filled.
+            Not with mode "r".
+        seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the reader's
+        own.
+        batches: How batches are drawn and handed out: a `Batches`, or a dict of its parts, such as
+            `{"as_numpy": True}`.
+        durability: What written rows survive. "process": the end of the process at once, and a power cut
+            after the next sync. "sync": a power cut at once, for one fsync per call. A `Durability`, or a
+            dict of its parts, says more.
+        retain: Which rows of a store without a capacity stay, by bytes, age or an SQL condition: a `Retain`,
+            or a dict of its parts. It is kept in the store and applied every few seconds; episodes leave as a
+            whole, once they have ended. Another policy replaces the former one; `Retain()` keeps all rows.
+        archive: Path of a store that receives the rows that leave a store with a capacity, each once, before
+            their place is reused; it grows without bound. `history` in SQL is the rows of both. It is kept in
+            the store: pass another path after you moved the archive, or False to detach it. Rows that
+            `empty`, `loads` or a writer of the best rows removes do not go there.
 
     Returns:
         A buffer that is open for writing, or for reading with mode "r". Close it, or use it in a `with`
@@ -168,44 +117,96 @@ def open(
 
     Raises:
         NotFoundError: There is no store to follow.
-        SnapshotError: There is no such version; the message lists those that there are.
-        LockedError: Somebody else has it open for writing.
-        StateError: The path is no folder's, the folder is in the way, or a setting contradicts the store. A
-            store that was made for nothing is removed again.
+        SnapshotError: There is no such version; the message lists the versions that exist.
+        LockedError: Another buffer has the store open for writing.
+        StateError: The path is not a folder's, the folder holds something else, or a setting contradicts the
+            store. A store that was made for nothing is removed again.
         CorruptionError: The store is damaged.
-        QueryError: The condition of `retain` is not SQL, or names what the rows do not have.
-        SchemaError: The specs are not those of the rows, or text cannot keep them.
+        QueryError: The condition of `retain` is not SQL, or names fields that the rows do not have.
+        SchemaError: The layout or the specs do not fit the rows, or cannot be kept.
 
     Example:
         >>> with expstore.open("runs/demo.exp", capacity=100_000, batch_size=256) as rb:
         ...     rb.extend(batch)
         ...     rb.sample()
     """
-    # All is checked before the folder is touched.
+    # Everything is checked before the folder is touched.
     path = local_path(path)
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
-    check_drawing(batch_size, prefetch, pin_memory, device=device, limiter=rate_limiter, capacity=capacity)
-    check_unit(sample_unit, sampler)
+    kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
+    lasting = Durability.of(durability)
+    check_drawing(
+        batch_size, out.prefetch, out.pin_memory,
+        device=out.device, limiter=out.rate_limiter, capacity=capacity,
+    )  # fmt: skip
+    check_unit(out.sample_unit, sampler)
     _check_reading(mode, writer, retain, archive)
-    sampler = consume_after(consume_after_n_samples, sampler, prefetch=prefetch)
-    text, schema, transform = row_text(specs), schema_of(schema), Compose.of(transform)
+    sampler = consume_after(None, sampler, prefetch=out.prefetch)
+    transform = Compose.of(out.transform)
+    fields, specs = _read_schema(schema)
     path, mode = _find(path, mode, version)
-    _check_condition(retain, schema, path, mode)
+    _check_condition(retain, fields, path, mode)
     settings = replace(
-        _NEW, mode=mode, storage=storage, layout=ask_layout(layout, fields, share_next), seed=seed,
-        compression=compression, schema=schema, specs=text, meta=meta, traj_key=traj_key, done_keys=done_keys,
-        reward_key=reward_key, reward_reduce=reward_reduce, done_reduce=done_reduce, durability=durability,
-        min_free_bytes=min_free_bytes, on_sigterm=on_sigterm,
+        _NEW, mode=mode, storage=kept.kind, layout=kept.to_column_layout(), compression=kept.compression,
+        schema=fields, specs=specs, meta=meta, seed=seed, traj_key=roles.traj, done_keys=roles.done,
+        reward_key=roles.reward, reward_reduce=roles.reward_reduce, done_reduce=roles.done_reduce,
+        durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
+        on_sigterm=lasting.on_sigterm,
     ).with_leaving(retain, archive)  # fmt: skip
     keep = _undone(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
     with keep, _undone(path, mode) as new:
         rb = _in_buffer(
             _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
-            device=device, prefetch=prefetch, pin_memory=pin_memory, generator=generator,
-            sample_unit=sample_unit, rate_limiter=rate_limiter, transform=transform)  # fmt: skip
+            as_numpy=out.as_numpy, device=out.device, prefetch=out.prefetch, pin_memory=out.pin_memory,
+            generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
+            transform=transform)  # fmt: skip
     if new:
         _logger.info("made a new store: %s", path)
     return rb
+
+
+def _read_schema(given: Schema | Mapping[Any, Any] | Composite | None) -> tuple[Schema | None, str]:
+    """Return the fields, and the text of the specs of their values, as far as either is given.
+
+    Raises:
+        SchemaError: A field has no type that can be kept, or text cannot keep a spec.
+        TypeError: It is no schema.
+    """
+    if isinstance(given, Composite):
+        return None, row_text(given)
+    if given is None or isinstance(given, Schema):
+        return given, ""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"schema is a {type(given).__module__}.{type(given).__name__}; use a Schema, a dict of types by "
+            "key, or a Composite of expstore. from_torchrl and from_space of expstore.specs convert specs of "
+            "TorchRL and spaces of gymnasium"
+        )
+    specs: dict[Key, TensorSpec] = {}
+    schema = schema_of(_split_specs(given, (), specs))
+    return schema, row_text(Composite(specs)) if specs else ""
+
+
+def _split_specs(
+    given: Mapping[Any, Any] | Composite, path: Key, specs: dict[Key, TensorSpec]
+) -> dict[Any, Any]:
+    """Return types by key with each spec replaced by its type, and note the specs by their full keys."""
+    types: dict[Any, Any] = {}
+    for name, value in given.items():
+        key = (*path, *given_key("each key of schema", name))
+        if isinstance(value, Mapping | Composite):
+            types[name] = _split_specs(value, key, specs)
+        elif isinstance(value, TensorSpec):
+            if value.dtype is None:
+                raise SchemaError(
+                    f"field {key_name(key)!r}: {type(value).__name__} does not say how its values are stored",
+                    hint="use a type, such as str, and give the specs to set_specs() of the buffer",
+                )
+            specs[key] = value
+            types[name] = (value.dtype, tuple(None if size < 0 else size for size in value.shape))
+        else:
+            types[name] = value
+    return types
 
 
 @contextlib.contextmanager

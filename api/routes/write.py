@@ -74,10 +74,10 @@ class Created(BaseModel):
 async def create(stores: Known, name: str, asked: NewStore) -> Created:
     """Make a store."""
     options: dict[str, Any] = {
-        key: value
-        for key in ("capacity", "storage", "seed", "meta")
-        if (value := getattr(asked, key)) is not None
+        key: value for key in ("capacity", "seed", "meta") if (value := getattr(asked, key)) is not None
     }
+    if asked.storage is not None:
+        options["layout"] = asked.storage
     if asked.fields is not None:
         options["schema"] = {
             tuple(key.split(".")): _type_of(key, value) for key, value in asked.fields.items()

@@ -110,7 +110,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
     if specs is None:
         raise StateError(
             'validate="domain" asks what values are allowed, and nobody has said that of this store',
-            hint="give specs= to expstore.open(), or use set_specs() of the buffer",
+            hint="give a Composite to expstore.open(schema=...), or use set_specs() of the buffer",
         )
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)
     columns = batch.columns(schema)

@@ -335,7 +335,7 @@ class MinSize(RateLimiter):
         timeout: Seconds that `sample` waits; 0: it fails at once; None: it waits for ever.
 
     Example:
-        >>> rb = expstore.open("run.exp", batch_size=32, rate_limiter=MinSize(1000, timeout=60))
+        >>> rb = expstore.open("run.exp", batch_size=32, batches={"rate_limiter": MinSize(1000)})
     """
 
     def __init__(self, min_size_to_sample: int, *, timeout: float | None = None) -> None:
@@ -364,7 +364,7 @@ class SampleToInsertRatio(RateLimiter):
 
     Example:
         >>> limiter = SampleToInsertRatio(4.0, min_size_to_sample=1000, error_buffer=2000)
-        >>> rb = expstore.open("run.exp", batch_size=256, rate_limiter=limiter)
+        >>> rb = expstore.open("run.exp", batch_size=256, batches={"rate_limiter": limiter})
     """
 
     def __init__(

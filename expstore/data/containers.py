@@ -94,7 +94,7 @@ def take(data: Any, layout: Layout, *, single: bool = False, skip: frozenset[str
         except (RuntimeError, KeyError, IndexError, ValueError) as exc:
             raise StackError(
                 f"Stacking the elements of the list resulted in an error: {exc}",
-                hint='rows have the same fields and shapes; a store with storage="arrow", or a '
+                hint='rows have the same fields and shapes; a store with layout="arrow", or a '
                 "LazyStackStorage, keeps others",
             ) from exc
     kind = type(data) if is_tensorclass(data) else None

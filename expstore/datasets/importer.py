@@ -21,6 +21,7 @@ import torch
 from tensordict import TensorDict
 
 from expstore._open import open as open_store
+from expstore._settings import Layout
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.values import Array, Key, key_name
 from expstore.datasets.episode import Episode, Part, Reader, Rows
@@ -67,7 +68,7 @@ def import_dataset(
         target: Folder of the store.
         progress: Called with the rows done and the rows in all, 0 if that is unknown.
         checking: Called with the bytes done and in all while files are hashed, before the first row.
-        fields: How fields are kept on disk, as in `expstore.open`.
+        fields: How single fields are kept on disk, as in `Layout`.
 
     Raises:
         StateError: The target exists and was not made of these files.
@@ -81,6 +82,7 @@ def import_dataset(
         999906
     """
     path = local_path(target)
+    layout = Layout(fields=fields or {})
     disk = Disk()
     with _reading("the source"):
         parts = list(reader.parts())
@@ -100,7 +102,7 @@ def import_dataset(
     with _reading("the source"):
         facts = json.loads(json.dumps(dict(reader.facts())))
     made_of = {"import": made_of, **facts}
-    rb = _open_building(building, made_of, dict(reader.settings()) | {"fields": fields})
+    rb = _open_building(building, made_of, {**reader.settings(), "layout": layout})
     try:
         total = _total(reader, parts)
         done = 0

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from expstore._settings import EpisodeKeys
 from expstore.core.values import Array, Key
 from expstore.datasets.episode import End, Episode, Part, Reader
 from expstore.datasets.source_paths import check_folder
@@ -117,14 +118,21 @@ class MinariReader(Reader):
         capacity = exported.get("capacity") if self._capacity is None else self._capacity
         if self._own is None:
             return {"capacity": capacity}
-        roles = {name: value for name, value in settings_of(exported).items() if name != "meta"}
+        roles = settings_of(exported)
         schema = self._own.schema
         for name in ("traj_key", "reward_key"):
             if name in roles and roles[name] not in schema:  # the export left the field out
                 del roles[name]
         if not all(key in schema for key in roles.get("done_keys", ())):
             del roles["done_keys"]
-        return {**roles, "capacity": capacity, "schema": schema}
+        episodes = EpisodeKeys(
+            traj=roles.get("traj_key"),
+            done=roles.get("done_keys"),
+            reward=roles.get("reward_key"),
+            reward_reduce=roles.get("reward_reduce"),
+            done_reduce=roles.get("done_reduce"),
+        )
+        return {"episodes": episodes, "capacity": capacity, "schema": schema}
 
     def notes(self) -> list[str]:
         """Return what is left out or changed."""

@@ -286,7 +286,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         if isinstance(sampler, ConsumingSampler):
             raise ValueError(
                 "a ConsumingSampler of torchrl puts new rows in the places of used ones, out of the order in "
-                "which the store knows its episodes; use expstore.open(path, consume_after_n_samples=...)"
+                "which the store knows its episodes; use expstore's own: expstore.open(path, "
+                "sampler=expstore.ConsumingSampler(...))"
             )
         if isinstance(writer, ImmutableDatasetWriter):
             return

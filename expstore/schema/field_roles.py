@@ -122,7 +122,8 @@ def _check_alike(schema: Schema, ends: Sequence[Key | None]) -> None:
     if len(set(found.values()) - {1}) > 1:
         raise SchemaError(
             f"the fields that end episodes have different numbers of values per row: {found}",
-            hint="give done_keys= that have one flag per row, or one for each of the same agents",
+            hint="name fields in EpisodeKeys(done=[...]) that have one flag per row, or one for each of the "
+            "same agents",
         )
 
 

@@ -51,5 +51,5 @@ class RowTraits:
             raise SchemaError(
                 f"field {key_name(entry.key)!r} is {entry}: its rows have no fixed size, which a {kind} "
                 "storage cannot keep",
-                hint='make the store with expstore.open(..., storage="arrow")',
+                hint='make the store with expstore.open(..., layout="arrow")',
             )

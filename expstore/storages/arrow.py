@@ -1,6 +1,6 @@
 """Rows on disk some of whose fields have no fixed size: strings, lists, tensors of any length, structs, None.
 
-The storage behind `expstore.open(storage="arrow")`. Fields of fixed size are Zarr columns; the others lie in
+The storage behind `expstore.open(layout="arrow")`. Fields of fixed size are Zarr columns; the others lie in
 Arrow segments, which the same journal publishes. What it does is in `expstore.storages.engine.store`; this is
 a constructor.
 """
@@ -34,8 +34,8 @@ class ArrowStorage(Store):
     Args:
         path: The store's folder; made if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd", as `expstore.open`; None: as
-            stored, none for a new store.
+        compression: Of fields without a fixed size: "narrow", "lz4" or "zstd", as in `expstore.Layout`; None:
+            as stored, none for a new store.
         settings: Everything else; see `expstore.open`.
         ndim: As `ZarrStorage`.
         layout: As `ZarrStorage`, of the fields of fixed size.

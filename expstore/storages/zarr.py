@@ -32,10 +32,10 @@ class ZarrStorage(Store):
         capacity: Most readable rows; None: as stored, unbounded for a new store.
         settings: Everything else; see `expstore.open`.
         ndim: How many dims of a batch are rows, time being the first; None: as stored, 1 for a new store.
-        layout: As of `expstore.open`; None: as stored, "flat" for a new store.
-        fields: As of `expstore.open`.
-        retain: As of `expstore.open`.
-        share_next: As of `expstore.open`; None: as stored, True for a new store.
+        layout: As `columns` of `expstore.Layout`; None: as stored, "flat" for a new store.
+        fields: Options of single fields, as in `expstore.Layout`, as dicts.
+        retain: As in `expstore.open`.
+        share_next: As in `expstore.Layout`; None: as stored, True for a new store.
         disk: Where files are touched.
         segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
 

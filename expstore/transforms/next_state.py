@@ -80,7 +80,7 @@ class NextStateReconstructor(StepTransform):
         refuse_given(
             "NextStateReconstructor",
             "the next step is found by the store's episodes: say what names and ends them when the store is "
-            "made (expstore.open(traj_key=, done_keys=))",
+            "made (expstore.open(episodes=))",
             traj_key=(traj_key, ("collector", "traj_ids")),
             done_key=(done_key, ("next", "done")),
             step_count_key=(step_count_key, None),

@@ -113,7 +113,7 @@ def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
 ) -> None:
     lengths = [10, 30_000, 50, 45_000, 0, 70_000, 20]
     texts = NonTensorStack(*["x" * length for length in lengths])
-    with expstore.open(tmp_path / "run.exp", storage="arrow") as rb:
+    with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(TensorDict({"text": texts, "n": torch.arange(7)}, [7]))
 
     def unread(*_: Any, **__: Any) -> Any:

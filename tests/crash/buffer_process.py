@@ -48,10 +48,12 @@ _PACKED = {"layout": "packed", **_SMALL}
 KINDS: dict[str, dict[str, Any]] = {
     "flat": {"layout": "flat"},
     "packed": {
-        "layout": "flat",
-        "fields": {"pixels": _PACKED, "observation": _PACKED, "next.observation": _PACKED},
+        "layout": {
+            "columns": "flat",
+            "fields": {"pixels": _PACKED, "observation": _PACKED, "next.observation": _PACKED},
+        }
     },
-    "arrow": {"storage": "arrow"},
+    "arrow": {"layout": "arrow"},
     "memory": {},
 }
 SAMPLERS: dict[str, Any] = {

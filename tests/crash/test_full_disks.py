@@ -227,7 +227,7 @@ from expstore.maintenance import verify
 
 folder = sys.argv[1]
 store = os.path.join(folder, "run.exp")
-with expstore.open(store, storage="arrow", schema={"x": "int64", "words": str}) as rb:
+with expstore.open(store, layout="arrow", schema={"x": "int64", "words": str}) as rb:
     for first in range(0, 40, 10):
         words = NonTensorStack(*["w" * 4000] * 10)
         rb.extend(TensorDict({"x": torch.arange(first, first + 10), "words": words}, [10]))
@@ -395,7 +395,7 @@ def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -
 
 def test_the_limit_is_checked(store_path: Path) -> None:
     with pytest.raises(ValueError, match="min_free_bytes must not be negative, got -1"):
-        expstore.open(store_path, min_free_bytes=-1)
+        expstore.open(store_path, durability=expstore.Durability(min_free_bytes=-1))
 
 
 def test_stats_say_how_the_disk_is(store_path: Path, make_batch: MakeBatch) -> None:

@@ -46,7 +46,7 @@ def short() -> Iterator[None]:
 
 
 def make(path: Path, first: int = 0, capacity: int | None = FORMER) -> Path:
-    with expstore.open(path, capacity=capacity, fields=FIELDS, seed=1) as rb:
+    with expstore.open(path, capacity=capacity, layout=expstore.Layout(fields=FIELDS), seed=1) as rb:
         for start in range(first, first + ROWS, 10):
             rb.extend(framed_rows(10, start, shape=(40,)), source="arm")
         rb.update_priority(id=[ROWS], priority=[4.0])

@@ -33,8 +33,8 @@ pytestmark = pytest.mark.index
 ROWS = 600
 LAYOUTS: dict[str, Any] = {
     "flat": {"layout": "flat"},
-    "packed": {"layout": "flat", "fields": {"frame": {"layout": "packed", "rows": 64}}},
-    "segments": {"storage": "arrow"},
+    "packed": {"layout": {"columns": "flat", "fields": {"frame": {"layout": "packed", "rows": 64}}}},
+    "segments": {"layout": "arrow"},
 }
 
 
@@ -175,7 +175,7 @@ def cut_anywhere(tmp_path: Path, cuts: int, seed: int, monkeypatch: pytest.Monke
     place, disks, outcomes = tmp_path / "place", tmp_path / "disks", set()
     place.mkdir()
     disks.mkdir()
-    filled(place / "a.exp", 6, storage="arrow")
+    filled(place / "a.exp", 6, layout="arrow")
 
     def act(disk: Disk) -> None:
         storage = open_with(place / "a.exp", disk)

@@ -102,7 +102,7 @@ class World:
         return expstore.open(
             self.folder / "run.exp",
             capacity=self.capacity,
-            fields=self.layout,
+            layout=expstore.Layout(fields=self.layout),
             seed=1,
             durability=self.durability,
         )

@@ -109,7 +109,7 @@ def draw(make: Make, folder: Path, *, prefetch: int = 0, reopen: bool = True) ->
             _turn(notes, seed, rb)
             if reopen:
                 rb.close()
-                rb = _open(path, make, prefetch=prefetch)
+                rb = _open(path, make, batches={"prefetch": prefetch})
             notes.title = f"seed {seed}, at last"
             notes.batches(rb)
             rb.close()
@@ -182,4 +182,6 @@ def _add(rb: Any, start: int) -> None:
 
 
 def _open(path: Path, make: Make, **options: Any) -> Any:
-    return expstore.open(path, batch_size=BATCH, sampler=make(), on_sigterm="ignore", **options)
+    return expstore.open(
+        path, batch_size=BATCH, sampler=make(), durability=expstore.Durability(on_sigterm="ignore"), **options
+    )

@@ -49,13 +49,12 @@ LIMITS = {
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
     "longest own inheritance chain of a buffer": 7,
-    "parameters of expstore.open": 34,
     "parameters of the widest sampler": 24,
     "functions that a sample runs": 49,
     "files that a sample runs through": 23,
     "functions that an extend runs": 98,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 779,
+    "phrases of the old prose": 774,
     "lines of README.md": 610,
 }
 

@@ -68,7 +68,6 @@ def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
 
 NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mode": "r+"}, ValueError, "mode 'r\\+' is unknown; use 'a', 'x' or 'w'"),
-    ({"storage": "csv"}, ValueError, "storage 'csv' is unknown"),
     ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
     ({"capacity": 2.5}, TypeError, "integer"),
     ({"seed": "x"}, TypeError, "integer"),
@@ -76,8 +75,8 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"meta": {1: "a"}}, SchemaError, "meta"),
     ({"meta": {"a": float("nan")}}, SchemaError, "meta"),
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
-    ({"rate_limiter": "x"}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
-    ({"rate_limiter": MinSize}, StateError, "not a RateLimiter"),
+    ({"batches": {"rate_limiter": "x"}}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
+    ({"batches": {"rate_limiter": MinSize}}, StateError, "not a RateLimiter"),
     ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is no SQL expression"),
     ({"retain": {"where": "a > (SELECT 1)"}}, QueryError, "a subquery is not allowed"),
     ({"retain": {"where": "x > 1"}, "schema": {"a": "int64"}}, QueryError, "x"),
@@ -130,12 +129,10 @@ def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
 
 
 def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
-    made = {
+    made: dict[str, Any] = {
         "capacity": 10,
         "seed": 3,
-        "traj_key": "a",
-        "done_keys": ["end"],
-        "reward_key": ("next", "r"),
+        "episodes": {"traj": "a", "done": ["end"], "reward": ("next", "r")},
         "meta": {"env": "x"},
     }
     schema = Schema(
@@ -145,25 +142,26 @@ def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
         assert rb.meta == {"env": "x"}
         assert rb.schema == schema
     before = read_files(store_path, "LOCK")
-    others = {
-        "capacity": 11,
-        "seed": 4,
-        "traj_key": ("b",),
-        "done_keys": ["end", "stop"],
-        "reward_key": "r",
-        "meta": {},
-        "schema": Schema(schema.fields[:2]),
+    others: dict[str, dict[str, Any]] = {
+        "capacity": {"capacity": 11},
+        "seed": {"seed": 4},
+        "kind": {"layout": "arrow"},
+        "traj": {"episodes": {"traj": ("b",)}},
+        "done": {"episodes": {"done": ["end", "stop"]}},
+        "reward": {"episodes": {"reward": "r"}},
+        "meta": {"meta": {}},
+        "schema": {"schema": Schema(schema.fields[:2])},
     }
-    for name, value in others.items():
+    for name, other in others.items():
         with pytest.raises(
             StateError, match=rf"made with {name}=.*opened with {name}=.*leave {name} out"
         ) as caught:
-            expstore.open(store_path, **{name: value})
+            expstore.open(store_path, **other)
         assert caught.value.kind == "mismatch"
         assert str(store_path) in str(caught.value)
-        if name in made and not isinstance(made[name], (list, dict, str, tuple)):
+        if name in ("capacity", "seed"):
             assert f"{name}={made[name]!r}" in str(caught.value)
-            assert f"{name}={value!r}" in str(caught.value)
+            assert f"{name}={other[name]!r}" in str(caught.value)
     assert read_files(store_path, "LOCK") == before
     with expstore.open(store_path, schema=schema, **made) as rb:
         assert rb.meta == {"env": "x"}
@@ -192,7 +190,9 @@ def test_a_schema_given_at_the_door_is_demanded(store_path: Path) -> None:
             rb.extend(numbered_rows(3, key="a"))
         rb.extend(numbered_rows(3, key="a").set("b", torch.zeros(3, 2)))
     with pytest.raises(SchemaError, match="'nothing' is not a field"):
-        expstore.open(store_path.with_name("other.exp"), schema=schema, traj_key="nothing")
+        expstore.open(
+            store_path.with_name("other.exp"), schema=schema, episodes=expstore.EpisodeKeys(traj="nothing")
+        )
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -416,7 +416,7 @@ def test_a_forgotten_writer_in_a_dead_thread_does_not_stop_the_next(store_path: 
 def test_making_a_store_is_logged_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="expstore")
     for mode in ("a", "a", "w", "r"):
-        expstore.open(store_path, mode=mode).close()  # type: ignore[arg-type]
+        expstore.open(store_path, mode=mode).close()
     made = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
     assert made == [f"made a new store: {store_path}"] * 2
 
@@ -442,10 +442,10 @@ def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 _WRONG: list[dict[str, Any]] = [
     {"sampler": "prioritized"},
     {"writer": 3},
-    {"generator": 3},
-    {"device": "no-such-device"},
+    {"batches": {"generator": 3}},
+    {"batches": {"device": "no-such-device"}},
     {"schema": {"a": str}},
-    {"schema": {"a": "float32"}, "traj_key": "b"},
+    {"schema": {"a": "float32"}, "episodes": {"traj": "b"}},
     {"capacity": 3, "archive": "old.exp", "sampler": "prioritized"},
 ]
 
@@ -457,7 +457,7 @@ def test_an_opening_that_fails_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     for mode in ("a", "x", "w"):
         with pytest.raises((TypeError, SchemaError, StateError)):
-            expstore.open("new/deep/run.exp", mode=mode, **wrong)  # type: ignore[arg-type]
+            expstore.open("new/deep/run.exp", mode=mode, **wrong)
         assert os.listdir(tmp_path) == []
     os.mkdir("run.exp")
     with pytest.raises((TypeError, SchemaError, StateError)):
@@ -506,11 +506,11 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
 
 def test_a_device_that_is_not_there(store_path: Path) -> None:
     with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
-        expstore.open(store_path, device="no-such-device")
+        expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"
     if not torch.cuda.is_available():
         with pytest.raises(StateError, match="cuda"):
-            expstore.open(store_path, device="cuda")
+            expstore.open(store_path, batches=expstore.Batches(device="cuda"))
     assert not store_path.exists()
 
 
@@ -525,5 +525,5 @@ def test_a_folder_of_versions_is_not_opened_for_writing(store_path: Path, tmp_pa
             expstore.open(path)
     assert read_files(versions) == before
     for options in ({"mode": "r"}, {"version": 1}):
-        with expstore.open(versions, **options) as rb:  # type: ignore[arg-type]
+        with expstore.open(versions, **options) as rb:
             assert len(rb) == 4

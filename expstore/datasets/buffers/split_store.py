@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from expstore._open import open as open_store
+from expstore._settings import EpisodeKeys
 from expstore.disk.files import Disk
 from expstore.storages.format.manifest import MANIFEST
 
@@ -38,9 +39,10 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
         return target
     building = target.with_name(f".{target.name}.import")
     disk.remove_tree(building)
+    reduced = EpisodeKeys(done_reduce="any", reward_reduce="sum")
     with (
         open_store(path, mode="r") as rows,
-        open_store(building, mode="x", done_reduce="any", reward_reduce="sum") as made,
+        open_store(building, mode="x", episodes=reduced) as made,
     ):
         episodes = rows.sql("SELECT episode_id, length FROM episodes ORDER BY episode_id").fetchall()
         longest = max(length for _, length in episodes)

@@ -50,6 +50,8 @@ _FLAT = ColumnLayout("flat")
 _OTHER_STORES = {OWN_FOLDER}
 #: How several values of a row become one.
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
+#: Settings that users know by another name: those of `Layout` and `EpisodeKeys`.
+_PUBLIC_NAMES = {"storage": "kind", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
 #: What a folder may hold in which a store is only being made.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
@@ -255,8 +257,9 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         settings = dataclasses.replace(settings, seed=operator.index(settings.seed))
     if settings.compression is not None and settings.storage == "zarr":
         raise SchemaError(
-            "compression= is of rows without a fixed size, which a zarr storage does not keep",
-            hint='leave it out, or give storage="arrow"; layout="packed" packs fields of fixed size',
+            "compression= is for fields without a fixed size, which a zarr storage does not keep",
+            hint='leave it out, or make the store with layout="arrow"; layout="packed" compresses fields of '
+            "a fixed size",
         )
     return capacity, settings
 
@@ -371,13 +374,13 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
                     f"{path} was made with {ColumnLayout.words(stored, value)}, "
                     f"opened with {ColumnLayout.words(value, stored)}",
                     kind="mismatch",
-                    hint="leave layout, fields and share_next out to take them as stored, "
-                    "or use another path",
+                    hint="leave the layout out to take it as stored, or use another path",
                 )
+            said = _PUBLIC_NAMES.get(name, name)
             raise StateError(
-                f"{path} was made with {name}={stored!r}, opened with {name}={value!r}",
+                f"{path} was made with {said}={stored!r}, opened with {said}={value!r}",
                 kind="mismatch",
-                hint=f"leave {name} out to take it as stored, or use another path",
+                hint=f"leave {said} out to take it as stored, or use another path",
             )
     _compare_specs(path, manifest, settings)
 
@@ -391,9 +394,9 @@ def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:
             raise StateError(
                 f"{path} has other specs than those that it is opened with",
                 kind="mismatch",
-                hint="leave specs out to take them as stored; set_specs of the buffer changes them",
+                hint="leave the specs out to take them as stored; set_specs of the buffer changes them",
             )
     elif settings.mode == "r":
-        raise StateError(f"{path} has no specs, and a reader gives it none", hint="leave specs out")
+        raise StateError(f"{path} has no specs, and a reader gives it none", hint="leave the specs out")
     elif manifest.schema is not None:
         check_specs(settings.specs, manifest.schema)

@@ -290,6 +290,6 @@ def refuse_objects(schema: Schema) -> None:
     if schema.objects:
         raise SchemaError(
             f"field {key_name(schema.objects[0])!r} holds objects, which a store on disk cannot keep",
-            hint='expstore.open(..., storage="arrow") keeps texts, numbers, lists and dicts; '
+            hint='expstore.open(..., layout="arrow") keeps texts, numbers, lists and dicts; '
             "LazyTensorStorage, LazyStackStorage and ListStorage keep objects, in RAM",
         )

@@ -122,7 +122,7 @@ class Manifest:
 
     @property
     def key_settings(self) -> dict[str, Any]:
-        """What a new store is given that finds the same keys: keywords of `expstore.open`."""
+        """The fields of `Settings` with which a new store finds the same keys."""
         return {
             "traj_key": self.traj_key,
             "done_keys": self.done_keys,

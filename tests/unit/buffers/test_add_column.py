@@ -362,7 +362,7 @@ def test_places_that_move_under_a_reader(
 
 def test_while_others_sample_and_add(store_path: Path) -> None:
     """No batch mixes fields up: each value is that of its row, in all threads, all the time."""
-    with expstore.open(store_path, capacity=400, batch_size=32, prefetch=2) as rb:
+    with expstore.open(store_path, capacity=400, batch_size=32, batches=expstore.Batches(prefetch=2)) as rb:
         rb.extend(rows(400))
         stop, wrong = threading.Event(), []
 
@@ -563,7 +563,7 @@ def test_a_name_that_is_taken_on_the_disk(store_path: Path) -> None:
 
 def test_specs(store_path: Path) -> None:
     specs = Composite(action=Unbounded((), dtype=torch.int64))
-    with expstore.open(store_path, capacity=100, specs=specs, batch_size=4) as rb:
+    with expstore.open(store_path, capacity=100, schema=specs, batch_size=4) as rb:
         rb.extend(rows(50))
         with pytest.raises(SchemaError, match="the store has specs, and none for 'late'"):
             rb.add_column("late", fill=1)

@@ -38,7 +38,7 @@ from tests.support.variable_length import jagged, plain, rollouts
 
 
 def make(path: Path, **options: Any) -> TensorDictReplayBuffer:
-    rb = expstore.open(path, storage="arrow", capacity=100, batch_size=8, seed=3, **options)
+    rb = expstore.open(path, layout="arrow", capacity=100, batch_size=8, seed=3, **options)
     for first in range(0, 40, 10):
         rb.extend(rollouts(first, 10))
     return rb
@@ -73,7 +73,7 @@ def check(sample: TensorDict) -> None:
     ids=["uniform", "without", "prioritized", "slices", "staleness", "groups", "where"],
 )
 def test_batches_and_what_comes_after_reopening(store_path: Path, sampler: Any) -> None:
-    with make(store_path, sampler=sampler(), prefetch=2) as rb:
+    with make(store_path, sampler=sampler(), batches={"prefetch": 2}) as rb:
         batches = [rb.sample() for _ in range(3)]
         for batch in batches:
             check(batch)
@@ -186,13 +186,13 @@ def test_bad_batches_change_nothing_on_disk(store_path: Path) -> None:
 
 def test_first_batches_and_schemas(store_path: Path) -> None:
     batch = TensorDict({"a": NonTensorStack(None, None), "n": torch.zeros(2)}, [2])
-    with expstore.open(store_path, storage="arrow") as rb:
+    with expstore.open(store_path, layout="arrow") as rb:
         with pytest.raises(SchemaError, match="nothing but None"):
             rb.extend(batch)
         assert rb.storage.schema is None
     schema = {"a": str, "n": "float32", "tokens": ("int64", (None,))}
     path = store_path.with_name("other")
-    with expstore.open(path, storage="arrow", schema=schema) as rb:
+    with expstore.open(path, layout="arrow", schema=schema) as rb:
         rb.extend(batch.set("tokens", torch.zeros(2, 3, dtype=torch.int32)))
         rb.add(TensorDict({"a": "x", "n": torch.zeros(()), "tokens": torch.arange(5)}))
     with expstore.open(path) as rb:
@@ -233,7 +233,7 @@ def test_batches_of_any_values_come_back(
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "store"
     batches = [[(FIRST, [0.5])], *batches]
-    with expstore.open(path, storage="arrow") as rb:
+    with expstore.open(path, layout="arrow") as rb:
         for batch in batches:
             values = {
                 name: NonTensorStack(*[NonTensorData(row[name]) for row, _ in batch]) for name in VALUES

@@ -34,6 +34,7 @@ from expstore import (
 from expstore.buffers import domain_checks
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, StorageError
+from expstore.storages.engine.open_settings import Settings
 from expstore.storages.zarr import ZarrStorage
 
 
@@ -64,7 +65,7 @@ def specs() -> Composite:
 
 def test_specs_stay_with_the_store(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
-    with expstore.open(path, capacity=100, specs=specs()) as rb:
+    with expstore.open(path, capacity=100, schema=specs()) as rb:
         assert rb.specs == specs()
         assert rb.schema is None
     with expstore.open(path) as rb:
@@ -80,7 +81,7 @@ def test_specs_stay_with_the_store(tmp_path: Path) -> None:
             assert rb.specs is follower.specs is None
             rb.set_specs(specs())
             assert follower.specs == specs()
-    with expstore.open(path, specs=specs().clone()) as rb:
+    with expstore.open(path, schema=specs().clone()) as rb:
         assert rb.schema == before
         copied = pickle.loads(pickle.dumps(rb))
         assert copied.specs == specs()
@@ -88,7 +89,7 @@ def test_specs_stay_with_the_store(tmp_path: Path) -> None:
 
 
 def test_specs_are_readable_in_the_stores_own_file(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", specs=Composite(action=Categorical(3))):
+    with expstore.open(tmp_path / "a.exp", schema=Composite(action=Categorical(3))):
         pass
     kept = json.loads((tmp_path / "a.exp" / "expstore.json").read_text())
     assert kept["specs"]["spec"]["specs"]["action"]["n"] == 3
@@ -103,7 +104,7 @@ def test_stores_without_specs_have_none(tmp_path: Path) -> None:
 
 
 def test_versions_and_loads_take_them_along(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", capacity=100, specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", capacity=100, schema=specs()) as rb:
         rb.extend(rows(5))
         rb.dumps(tmp_path / "versions")
         rb.set_specs(None)
@@ -121,10 +122,10 @@ def test_what_comes_without_specs_takes_those_that_fit(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
         rb.extend(rows(5))
         rb.dumps(tmp_path / "versions")
-    with expstore.open(tmp_path / "b.exp", capacity=100, specs=specs()) as rb:
+    with expstore.open(tmp_path / "b.exp", capacity=100, schema=specs()) as rb:
         rb.loads(tmp_path / "versions")
         assert rb.specs == specs()
-    with expstore.open(tmp_path / "c.exp", capacity=100, specs=Composite(pixels=Categorical(9))) as rb:
+    with expstore.open(tmp_path / "c.exp", capacity=100, schema=Composite(pixels=Categorical(9))) as rb:
         with pytest.raises(SchemaError, match="'pixels'"):
             rb.loads(tmp_path / "versions")
         assert len(rb) == 0
@@ -211,7 +212,7 @@ def test_specs_of_other_rows_are_refused(tmp_path: Path, wrong: Composite, messa
         assert rb.specs is None
     generation = generation_of(tmp_path / "a.exp")
     with pytest.raises(SchemaError, match=message):
-        expstore.open(tmp_path / "a.exp", specs=wrong)
+        expstore.open(tmp_path / "a.exp", schema=wrong)
     assert generation_of(tmp_path / "a.exp") == generation, "it was opened for writing"
     with expstore.open(tmp_path / "a.exp") as rb:
         assert rb.specs is None
@@ -221,7 +222,7 @@ def test_specs_of_other_rows_are_refused(tmp_path: Path, wrong: Composite, messa
 def test_rows_of_other_fields_are_refused_before_anything_is_made(tmp_path: Path) -> None:
     wrong = rows(3)
     wrong["action"] = wrong["action"].int()
-    with expstore.open(tmp_path / "a.exp", capacity=100, specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", capacity=100, schema=specs()) as rb:
         with pytest.raises(SchemaError, match="'action': the specs say int64.*the rows have int32"):
             rb.extend(wrong)
         with pytest.raises(SchemaError, match="'observation'"):
@@ -233,32 +234,32 @@ def test_rows_of_other_fields_are_refused_before_anything_is_made(tmp_path: Path
 
 def test_a_dim_of_any_size_fits(tmp_path: Path) -> None:
     spec = Composite(observation=Bounded(-1, 1, shape=(-1,)))
-    with expstore.open(tmp_path / "a.exp", specs=spec) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=spec) as rb:
         rb.extend(rows(3), validate="domain")
         assert rb.specs == spec
 
 
 def test_opening_with_other_specs_than_those_kept_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
-    with expstore.open(path, specs=specs()):
+    with expstore.open(path, schema=specs()):
         pass
     generation = generation_of(path)
     for mode in ("a", "r"):
         with pytest.raises(StateError, match="has other specs"):
-            expstore.open(path, specs=Composite(action=Categorical(4)), mode=mode)
+            expstore.open(path, schema=Composite(action=Categorical(4)), mode=mode)
     assert generation_of(path) == generation
     shuffled = Composite({key: specs()[key] for key in reversed(list(specs().keys()))})
-    expstore.open(path, specs=shuffled).close()
-    expstore.open(path, specs=specs(), mode="r").close()
-    with expstore.open(path, mode="w", specs=Composite(action=Categorical(4))) as rb:
+    expstore.open(path, schema=shuffled).close()
+    expstore.open(path, schema=specs(), mode="r").close()
+    with expstore.open(path, mode="w", schema=Composite(action=Categorical(4))) as rb:
         assert rb.specs == Composite(action=Categorical(4))
         rb.set_specs(None)
         with pytest.raises(StateError, match="a reader gives it none"):
-            expstore.open(path, specs=specs(), mode="r")
+            expstore.open(path, schema=specs(), mode="r")
 
 
 def test_a_reader_sets_nothing(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", specs=specs()):
+    with expstore.open(tmp_path / "a.exp", schema=specs()):
         pass
     with expstore.open(tmp_path / "a.exp", mode="r") as rb:
         with pytest.raises(StateError, match="open for reading only"):
@@ -267,21 +268,23 @@ def test_a_reader_sets_nothing(tmp_path: Path) -> None:
 
 
 def test_only_composites_are_specs_of_rows(tmp_path: Path) -> None:
-    for wrong in ({"action": Categorical(3)}, Categorical(3)):
-        with pytest.raises(TypeError, match="give a Composite"):
-            expstore.open(tmp_path / "a.exp", specs=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a Composite of expstore"):
+        expstore.open(tmp_path / "a.exp", schema=Categorical(3))  # type: ignore[arg-type]
     assert not (tmp_path / "a.exp").exists()
+    with expstore.open(tmp_path / "a.exp") as rb, pytest.raises(TypeError, match="give a Composite"):
+        rb.set_specs({"action": Categorical(3)})  # type: ignore[arg-type]
 
 
 def test_schema_and_specs_must_fit_before_the_folder_is_made(tmp_path: Path) -> None:
     schema = expstore.Schema([expstore.Field(("action",), "int32", ())])
+    text = expstore.specs.to_text(Composite(action=Categorical(3)))
     with pytest.raises(SchemaError, match="'action'"):
-        expstore.open(tmp_path / "a.exp", schema=schema, specs=Composite(action=Categorical(3)))
+        ZarrStorage(tmp_path / "a.exp", settings=Settings(schema=schema, specs=text))
     assert not (tmp_path / "a.exp").exists()
 
 
 def test_damaged_specs_say_so(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=specs()) as rb:
         damaged = rb.storage.description.specs.replace("Categorical", "Cauliflower")
         rb.storage._describe(replace(rb.storage.description, specs=damaged))
         with pytest.raises(CorruptionError, match="Cauliflower"):
@@ -299,7 +302,7 @@ def bad(rb: Any, batch: TensorDict, message: str) -> None:
 
 
 def test_values_are_looked_at_when_asked_for(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", capacity=2000, specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", capacity=2000, schema=specs()) as rb:
         batch = rows(1000)
         batch["next", "reward"][731] = 1.5
         bad(rb, batch, r"row 731: field 'next.reward' is \[1.5\], .* not allow: Bounded\(low=0.0, high=1.0\)")
@@ -347,7 +350,7 @@ def test_rows_that_are_dropped_may_hold_anything(tmp_path: Path) -> None:
     batch = rows(4)
     batch["collector", "traj_ids"] = torch.tensor([0, -1, 0, 0])
     batch["action"][1] = 99
-    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=specs()) as rb:
         rb.extend(batch, validate="domain")
         assert len(rb) == 3
         batch["action"][3] = 99
@@ -356,7 +359,7 @@ def test_rows_that_are_dropped_may_hold_anything(tmp_path: Path) -> None:
 
 def test_many_lanes_and_dtypes(tmp_path: Path) -> None:
     half = Composite(x=Bounded(-1, 1, shape=(2,), dtype=torch.bfloat16))
-    with expstore.open(tmp_path / "a.exp", specs=half) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=half) as rb:
         batch = TensorDict({"x": torch.zeros(3, 4, 2, dtype=torch.bfloat16)}, [3, 4])
         rb.extend(batch, validate="domain")
         batch["x"][1, 2] = 3
@@ -402,7 +405,7 @@ def test_what_transforms_make_is_what_is_validated() -> None:
 def test_tensors_and_columns_stay_as_they_were(tmp_path: Path) -> None:
     batch = rows(3)
     before = {key: batch[key].numpy().copy() for key in batch.keys(True, True)}
-    with expstore.open(tmp_path / "a.exp", specs=specs()) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=specs()) as rb:
         rb.extend(batch, validate="domain")
         assert all(np.array_equal(batch[key], values) for key, values in before.items())
         assert torch.equal(rb[:]["next", "reward"], batch["next", "reward"])
@@ -412,7 +415,7 @@ def test_tensors_and_columns_stay_as_they_were(tmp_path: Path) -> None:
 
 
 def test_info_shows_them(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", specs=specs()):
+    with expstore.open(tmp_path / "a.exp", schema=specs()):
         pass
 
     def info(*options: str) -> str:

@@ -525,7 +525,9 @@ def test_without_a_reward_the_return_is_null(store_path: Path, tmp_path: Path) -
 def test_rewards_of_several_agents_become_one(
     store_path: Path, reduction: Any, wanted: float, tmp_path: Path
 ) -> None:
-    with expstore.open(store_path, reward_key=AGENTS, reward_reduce=reduction) as rb:
+    with expstore.open(
+        store_path, episodes=expstore.EpisodeKeys(reward=AGENTS, reward_reduce=reduction)
+    ) as rb:
         rb.extend(agents(), source="a")
         assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(wanted,)]
         rb.dumps(tmp_path / "versions")
@@ -533,8 +535,10 @@ def test_rewards_of_several_agents_become_one(
         rb.extend(agents(), source="a")
         assert rb.sql('SELECT sum("return") FROM episodes').fetchall() == [(2 * wanted,)]
     with pytest.raises(StateError, match="made with reward_reduce="):
-        expstore.open(store_path, reward_reduce="min" if reduction != "min" else "max")
-    expstore.open(store_path, reward_reduce=reduction or "sum").close()
+        expstore.open(
+            store_path, episodes=expstore.EpisodeKeys(reward_reduce="min" if reduction != "min" else "max")
+        )
+    expstore.open(store_path, episodes=expstore.EpisodeKeys(reward_reduce=reduction or "sum")).close()
     expstore.merge([store_path], out=tmp_path / "merged.exp")
     with TensorDictReplayBuffer(storage=MemoryStorage(10)) as rb:
         rb.loads(tmp_path / "versions")
@@ -561,7 +565,7 @@ def test_an_episode_ends_when_any_or_all_agents_are_done(
     store_path: Path, rule: Any, ends: tuple[str, ...], status: str
 ) -> None:
     keys = [("next", "agents", "terminated"), ("next", "agents", "truncated")]
-    with expstore.open(store_path, done_keys=keys, done_reduce=rule) as rb:
+    with expstore.open(store_path, episodes=expstore.EpisodeKeys(done=keys, done_reduce=rule)) as rb:
         rb.extend(agents(*ends), source="a")
         assert rb.sql("SELECT status FROM episodes").fetchall() == [(status,)]
         assert StepView(rb.storage, np.array([1, 2])).ends(np.array([[1], [2]])).tolist() == [
@@ -569,12 +573,14 @@ def test_an_episode_ends_when_any_or_all_agents_are_done(
             [status != "open"],
         ]
     with pytest.raises(StateError, match="made with done_reduce="):
-        expstore.open(store_path, done_reduce="any" if rule == "all" else "all")
+        expstore.open(
+            store_path, episodes=expstore.EpisodeKeys(done_reduce="any" if rule == "all" else "all")
+        )
 
 
 def test_a_reduction_that_is_unknown_is_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="reward_reduce must be one of sum, mean, min, max, got 'median'"):
-        expstore.open(store_path, reward_reduce="median")  # type: ignore[arg-type]
+        expstore.open(store_path, episodes=expstore.EpisodeKeys(reward_reduce="median"))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="done_reduce must be one of any, all, got 'most'"):
-        expstore.open(store_path, done_reduce="most")  # type: ignore[arg-type]
+        expstore.open(store_path, episodes=expstore.EpisodeKeys(done_reduce="most"))  # type: ignore[arg-type]
     assert not store_path.exists()

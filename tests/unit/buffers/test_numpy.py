@@ -221,7 +221,7 @@ def test_transforms_see_tensordicts(tmp_path: Path) -> None:
 
         __call__ = forward
 
-    with open_store(tmp_path / "a.exp", transform=Double()) as rb:
+    with open_store(tmp_path / "a.exp", batches={"transform": Double()}) as rb:
         rb.extend(rows(0, 5))
         rb.add(one(rows(5, 1)))
         batch = rb.sample(as_numpy=True)
@@ -230,7 +230,7 @@ def test_transforms_see_tensordicts(tmp_path: Path) -> None:
 
 
 def test_fields_without_a_fixed_size(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", storage="arrow", capacity=50, batch_size=6, seed=1) as rb:
+    with expstore.open(tmp_path / "a.exp", layout="arrow", capacity=50, batch_size=6, seed=1) as rb:
         rb.extend(
             {"text": ["a", None, "ccc"], "tokens": [np.arange(n) for n in (1, 2, 3)], "n": np.arange(3)}
         )
@@ -426,7 +426,9 @@ SAMPLERS = {
 def test_batches_are_the_same(tmp_path: Path, name: str, prefetch: int) -> None:
     found: list[list[Any]] = []
     for as_numpy in (True, False):
-        with open_store(tmp_path / f"{as_numpy}.exp", sampler=SAMPLERS[name](), prefetch=prefetch) as rb:
+        with open_store(
+            tmp_path / f"{as_numpy}.exp", sampler=SAMPLERS[name](), batches={"prefetch": prefetch}
+        ) as rb:
             rb.extend(rows(0, 40))
             found.append([rb.sample(8, return_info=True, as_numpy=as_numpy) for _ in range(5)])
     for (arrays, info), (batch, told) in zip(*found, strict=True):
@@ -452,7 +454,7 @@ def test_flags_that_the_rows_lack_are_in_the_batch(tmp_path: Path) -> None:
 def test_a_change_of_kind_skips_no_draw(tmp_path: Path) -> None:
     drawn: list[list[int]] = []
     for kinds in ((False, True, True, False, True), (False,) * 5):
-        with open_store(tmp_path / f"{len(drawn)}.exp", prefetch=2) as rb:
+        with open_store(tmp_path / f"{len(drawn)}.exp", batches={"prefetch": 2}) as rb:
             rb.extend(rows(0, 40))
             batches = [rb.sample(as_numpy=kind) for kind in kinds]
         assert [isinstance(batch, dict) for batch in batches] == [*kinds]
@@ -500,7 +502,7 @@ def test_collation_is_done_before(rb: TensorDictReplayBuffer) -> None:
 
 
 def test_rollouts_of_every_kind(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", storage="arrow", capacity=50, batch_size=16, seed=1) as rb:
+    with expstore.open(tmp_path / "a.exp", layout="arrow", capacity=50, batch_size=16, seed=1) as rb:
         rb.extend(rollouts(0, 20))
         batch = rb.sample(as_numpy=True)
         wanted = rollouts(0, 20)

@@ -229,7 +229,11 @@ def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) ->
         other.dumps(tmp_path / "versions")
         wanted = drawn(other, 5, SIZE)
     with expstore.open(
-        tmp_path / "b.exp", capacity=100, sampler=SAMPLERS[sampler](), batch_size=SIZE, prefetch=3
+        tmp_path / "b.exp",
+        capacity=100,
+        sampler=SAMPLERS[sampler](),
+        batch_size=SIZE,
+        batches=expstore.Batches(prefetch=3),
     ) as rb:
         rb.extend(numbered_rows(100))
         drawn(rb, 2)
@@ -254,8 +258,9 @@ def test_a_killed_store_goes_on_with_what_was_not_handed_out(
             seed=1,
             sampler=SAMPLERS[sampler](),
             batch_size=SIZE,
-            prefetch=prefetch,
-            generator=torch.Generator().manual_seed(5) if generator else None,
+            batches=expstore.Batches(
+                prefetch=prefetch, generator=torch.Generator().manual_seed(5) if generator else None
+            ),
         )
 
     child = os.fork()
@@ -344,7 +349,7 @@ def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
 
 def test_closing_ends_the_thread(store_path: Path) -> None:
     before = threading.active_count()
-    rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
+    rb = expstore.open(store_path, batch_size=SIZE, batches=expstore.Batches(prefetch=2))
     rb.extend(numbered_rows(100))
     rb.sample()
     rb.close()
@@ -356,7 +361,7 @@ def test_closing_ends_the_thread(store_path: Path) -> None:
 
 
 def test_a_forgotten_buffer_lets_the_store_go(store_path: Path) -> None:
-    rb = expstore.open(store_path, batch_size=SIZE, prefetch=2)
+    rb = expstore.open(store_path, batch_size=SIZE, batches=expstore.Batches(prefetch=2))
     rb.extend(numbered_rows(100))
     rb.sample()
     while not all(future.done() for _, future in list(rb._ahead._queue)):
@@ -369,7 +374,11 @@ def test_a_forgotten_buffer_lets_the_store_go(store_path: Path) -> None:
 
 def test_a_fork_draws_for_itself(store_path: Path) -> None:
     with expstore.open(
-        store_path, batch_size=SIZE, prefetch=2, sampler=SamplerWithoutReplacement(), capacity=1000
+        store_path,
+        batch_size=SIZE,
+        batches=expstore.Batches(prefetch=2),
+        sampler=SamplerWithoutReplacement(),
+        capacity=1000,
     ) as rb:
         rb.extend(numbered_rows(100))
         rb.sample()
@@ -386,10 +395,10 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
 
 def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="prefetch must be at least 0"):
-        expstore.open(store_path, prefetch=-1)
+        expstore.open(store_path, batches=expstore.Batches(prefetch=-1))
     if not torch.accelerator.is_available():
         with pytest.raises(ValueError, match="pin_memory is for copies to an accelerator"):
-            expstore.open(store_path, pin_memory=True)
+            expstore.open(store_path, batches=expstore.Batches(pin_memory=True))
     assert not store_path.exists()
 
 

@@ -710,12 +710,12 @@ def test_put_together_by_hand(tmp_path: Path) -> None:
 
 
 def test_keys_by_another_name(tmp_path: Path) -> None:
-    keys = {"traj_key": "lane", "done_keys": ["stop"], "reward_key": ("gain",)}
+    keys = expstore.EpisodeKeys(traj="lane", done=["stop"], reward=("gain",))
     data = TensorDict(
         {"lane": torch.tensor([4, 4, 5, 4]), "stop": torch.tensor([0, 1, 0, 0]), "gain": torch.arange(4.0)},
         [4],
     )
-    with expstore.open(tmp_path / "run.exp", **keys) as rb:
+    with expstore.open(tmp_path / "run.exp", episodes=keys) as rb:
         rb.extend(data)
         expected = [(1, 4, 2, 1.0, "terminated"), (2, 5, 1, 2.0, "open"), (3, 4, 1, 3.0, "open")]
         query = 'SELECT episode_id, trajectory_id, length, "return", status FROM episodes ORDER BY 1'
@@ -723,7 +723,7 @@ def test_keys_by_another_name(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(data, source="x")
         assert rb.sql(query).fetchall()[3:] == [(n + 3, *rest) for n, *rest in expected]
-    with expstore.open(tmp_path / "other.exp", **keys) as rb:
+    with expstore.open(tmp_path / "other.exp", episodes=keys) as rb:
         with pytest.raises(SchemaError, match="'lane' is not a field with one value per row"):
             rb.extend(data.exclude("lane"))
         assert rb.schema is None

@@ -95,7 +95,7 @@ def check_whole(rb: Any, kept: set[int], written: int, rows: int = Rows) -> None
 
 LAYOUTS = {
     "flat": {"layout": "flat"},
-    "packed": {"layout": "flat", "fields": {"frame": {"layout": "packed"}}},
+    "packed": {"layout": {"columns": "flat", "fields": {"frame": "packed"}}},
 }
 
 
@@ -135,7 +135,7 @@ def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> Non
 def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
     """Shards without a row go; in others the chunks that are read stay, for zarr-python, too."""
     fields = {"frame": {"layout": "packed", "rows": 64}}
-    rb = expstore.open(store_path, seed=1, batch_size=8, fields=fields)
+    rb = expstore.open(store_path, seed=1, batch_size=8, layout=expstore.Layout(fields=fields))
     chance = torch.Generator().manual_seed(0)
     for number in range(1, 31):
         rows = episode(number, 1000, wide=512)
@@ -209,7 +209,9 @@ def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> None:
     """Segments go wherever they lie; one of which half is left is made anew in its place."""
-    rb = expstore.open(store_path, storage="arrow", compression=compression, seed=1, batch_size=16)
+    rb = expstore.open(
+        store_path, layout=expstore.Layout(kind="arrow", compression=compression), seed=1, batch_size=16
+    )
     for number in range(1, 10):
         rb.extend(told(number))
     rb.flush()
@@ -243,7 +245,7 @@ def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> Non
 
 @pytest.mark.usefixtures("no_syncs", "pairs")
 def test_a_version_keeps_segments_that_leave(store_path: Path, tmp_path: Path) -> None:
-    with expstore.open(store_path, storage="arrow", seed=1, batch_size=16) as rb:
+    with expstore.open(store_path, layout="arrow", seed=1, batch_size=16) as rb:
         for number in range(1, 8):
             rb.extend(told(number))
         rb.flush()
@@ -266,7 +268,7 @@ def test_rows_are_taken_while_their_segment_goes(
     store_path: Path, follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who draws them before they leave reads None in their place, and draws again; what stays is missed."""
-    with expstore.open(store_path, storage="arrow", seed=1, batch_size=16) as rb:
+    with expstore.open(store_path, layout="arrow", seed=1, batch_size=16) as rb:
         for number in range(1, 8):
             rb.extend(told(number))
         rb.flush()
@@ -306,7 +308,7 @@ def test_rows_are_taken_while_their_segment_goes(
 @pytest.mark.usefixtures("no_syncs", "pairs")
 def test_a_damaged_batch_keeps_its_sum(store_path: Path) -> None:
     """A segment with one is not made anew: what is written has a checksum that fits."""
-    with expstore.open(store_path, storage="arrow", seed=1) as rb:
+    with expstore.open(store_path, layout="arrow", seed=1) as rb:
         for number in range(1, 6):
             rb.extend(told(number))
     path = store_path / "segments" / f"{1 + 2 * Rows:019d}.arrows"
@@ -615,7 +617,7 @@ class Kept:
                 assert owners == values["number"].tolist()
 
 
-KEPT = LAYOUTS | {"texts": {"storage": "arrow"}}
+KEPT = LAYOUTS | {"texts": {"layout": "arrow"}}
 ACTS = st.lists(
     st.one_of(
         st.tuples(st.just("extend"), st.integers(1, 900), st.just(0)),

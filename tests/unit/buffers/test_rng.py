@@ -128,7 +128,7 @@ def test_a_sampler_must_say_how_it_chooses() -> None:
 
 
 def test_another_sampler_draws_from_the_next_batch_on(store_path: Path, make_batch: MakeBatch) -> None:
-    with expstore.open(store_path, capacity=50, batch_size=10, prefetch=2) as rb:
+    with expstore.open(store_path, capacity=50, batch_size=10, batches=expstore.Batches(prefetch=2)) as rb:
         rb.extend(make_batch(20))
         rb.sample()
         former = rb.set_sampler(SamplerWithoutReplacement())
@@ -147,7 +147,7 @@ def test_another_sampler_draws_from_the_next_batch_on(store_path: Path, make_bat
 
 
 def test_a_sampler_that_does_not_fit_changes_nothing(store_path: Path, make_batch: MakeBatch) -> None:
-    with expstore.open(store_path, capacity=50, batch_size=10, prefetch=1) as rb:
+    with expstore.open(store_path, capacity=50, batch_size=10, batches=expstore.Batches(prefetch=1)) as rb:
         rb.extend(make_batch(20))
         former = rb.sampler
         for sampler, error in (

@@ -181,7 +181,9 @@ def test_the_one_row_unit_changes_nothing() -> None:
 def test_a_restart_and_prefetching_draw_the_same(store_path: Path, prefetch: int) -> None:
     def opened(ahead: int, **options: Any) -> TensorDictReplayBuffer:
         unit = Sequence(2, burn_in=1, bootstrap=1)
-        return expstore.open(store_path, sample_unit=unit, batch_size=8, prefetch=ahead, **options)
+        return expstore.open(
+            store_path, batch_size=8, batches=expstore.Batches(prefetch=ahead, sample_unit=unit), **options
+        )
 
     with opened(0, capacity=50, seed=4) as rb:
         for first in range(0, 30, 3):
@@ -266,7 +268,9 @@ def test_settings_that_make_no_sense(options: dict[str, Any], match: str) -> Non
 
 def test_units_that_do_not_fit_are_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="draws slices"):
-        expstore.open(store_path, sampler=SliceSampler(slice_len=2), sample_unit=Sequence(2))
+        expstore.open(
+            store_path, sampler=SliceSampler(slice_len=2), batches=expstore.Batches(sample_unit=Sequence(2))
+        )
     assert not store_path.exists()
     with pytest.raises(TypeError, match="must be a SampleUnit"):
         ReplayBuffer(storage=MemoryStorage(5), sample_unit=3)  # type: ignore[arg-type]

@@ -49,7 +49,13 @@ def fill(rb: TensorDictReplayBuffer, count: int = 100) -> None:
 
 def open_with(path: Path, sampler: str, seed: int | None = 3) -> TensorDictReplayBuffer:
     generator = None if seed is None else given(seed)
-    return expstore.open(path, capacity=1000, seed=1, sampler=SAMPLERS[sampler](), generator=generator)
+    return expstore.open(
+        path,
+        capacity=1000,
+        seed=1,
+        sampler=SAMPLERS[sampler](),
+        batches=expstore.Batches(generator=generator),
+    )
 
 
 def in_child(work: Callable[[], None]) -> None:

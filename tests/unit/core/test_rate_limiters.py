@@ -177,7 +177,7 @@ def test_what_would_wait_for_ever_is_an_error_at_the_call(store_path: Path) -> N
     with pytest.raises(ValueError, match="min_size_to_sample is 101, the store never holds more than 100"):
         memory_buffer(batch_size=4, rate_limiter=MinSize(101))
     with pytest.raises(ValueError, match="never holds more than 100"):
-        expstore.open(store_path, capacity=100, rate_limiter=MinSize(101))
+        expstore.open(store_path, capacity=100, batches=expstore.Batches(rate_limiter=MinSize(101)))
     assert not store_path.exists()
     rb = memory_buffer(batch_size=4, rate_limiter=SampleToInsertRatio(2.0, 10, 12))
     with pytest.raises(ValueError, match="a sample of 25 rows moves the error by 25, more than the 24"):
@@ -248,7 +248,9 @@ def test_side_by_side_the_error_stays_within_its_bounds(store_path: Path) -> Non
 
 
 def test_closing_wakes_who_waits(store_path: Path) -> None:
-    rb = expstore.open(store_path, batch_size=4, rate_limiter=SampleToInsertRatio(1.0, 8, 8))
+    rb = expstore.open(
+        store_path, batch_size=4, batches=expstore.Batches(rate_limiter=SampleToInsertRatio(1.0, 8, 8))
+    )
     begun = threading.Barrier(3)
 
     def wait_for(act: Callable[[], Any]) -> BaseException | None:
@@ -277,7 +279,7 @@ import os, signal, sys, threading
 import expstore
 from expstore.core.rate_limiters import MinSize
 
-rb = expstore.open(sys.argv[1], batch_size=4, rate_limiter=MinSize(10))
+rb = expstore.open(sys.argv[1], batch_size=4, batches={"rate_limiter": MinSize(10)})
 wait = rb._limiter._changed.wait
 
 def waiting(seconds):
@@ -303,9 +305,10 @@ def test_ctrl_c_ends_a_wait(store_path: Path) -> None:
 # -- what a restart goes on with -----------------------------------------------------------------------
 
 
-def limited(path: Path, **keywords: Any) -> Any:
+def limited(path: Path, generator: torch.Generator | None = None) -> Any:
     limiter = SampleToInsertRatio(2.0, 10, 40, timeout=0)
-    return expstore.open(path, capacity=50, batch_size=8, rate_limiter=limiter, **keywords)
+    batches = expstore.Batches(rate_limiter=limiter, generator=generator)
+    return expstore.open(path, capacity=50, batch_size=8, batches=batches)
 
 
 def counts(rb: Any) -> tuple[int, int]:
@@ -342,7 +345,8 @@ from expstore.core.rate_limiters import SampleToInsertRatio
 
 limiter = SampleToInsertRatio(2.0, 10, 40, timeout=0)
 prefetch = int(sys.argv[2])
-rb = expstore.open(sys.argv[1], capacity=50, batch_size=8, rate_limiter=limiter, prefetch=prefetch)
+batches = expstore.Batches(rate_limiter=limiter, prefetch=prefetch)
+rb = expstore.open(sys.argv[1], capacity=50, batch_size=8, batches=batches)
 rb.extend(TensorDict({"x": torch.arange(20)}, [20]))
 rb.sample()
 rb.flush()
@@ -409,7 +413,7 @@ def test_a_store_that_was_not_limited_begins_without_an_error(store_path: Path) 
     with limited(store_path) as rb:
         assert counts(rb) == (50, 80)
     other = SampleToInsertRatio(4.0, 10, 40, timeout=0)
-    with expstore.open(store_path, rate_limiter=other) as rb:
+    with expstore.open(store_path, batches=expstore.Batches(rate_limiter=other)) as rb:
         assert counts(rb) == (50, 160)
 
 
@@ -432,7 +436,7 @@ def test_followers_neither_wait_nor_count(store_path: Path) -> None:
         assert os.waitpid(pid, 0)[1] == 0
         assert counts(rb) == (9, 0)
         with pytest.raises(ValueError, match="a follower is not limited"):
-            expstore.open(store_path, mode="r", rate_limiter=MinSize(1))
+            expstore.open(store_path, mode="r", batches=expstore.Batches(rate_limiter=MinSize(1)))
 
 
 def test_a_limiter_has_one_buffer_at_a_time_and_does_not_keep_it(store_path: Path) -> None:
@@ -441,7 +445,7 @@ def test_a_limiter_has_one_buffer_at_a_time_and_does_not_keep_it(store_path: Pat
     with pytest.raises(StateError, match="another store's already"):
         memory_buffer(batch_size=4, rate_limiter=limiter)
     rb.close()
-    with expstore.open(store_path, rate_limiter=limiter) as rb:
+    with expstore.open(store_path, batches=expstore.Batches(rate_limiter=limiter)) as rb:
         rb.extend(rows(2))
     rb = memory_buffer(batch_size=4, rate_limiter=limiter)
     kept = weakref.ref(rb.storage)

@@ -68,7 +68,7 @@ def test_minari_reads_what_the_store_holds(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "root"))
     (tmp_path / "root/robots").mkdir(parents=True)
     specs = expstore.Composite(action=expstore.Categorical(4))
-    with make(tmp_path / "run.exp", specs=specs) as rb:
+    with make(tmp_path / "run.exp", schema=specs) as rb:
         done = export_minari(rb, tmp_path / "root/robots/walk-v0", dataset_id="robots/walk-v0")
         dataset = minari.load_dataset("robots/walk-v0")
         assert (dataset.total_episodes, dataset.total_steps) == (done.episodes, 120)
@@ -137,7 +137,9 @@ def test_ends_are_there_though_no_field_says_them(tmp_path: Path) -> None:
 def test_roles_of_fields_come_back(tmp_path: Path) -> None:
     data = rows(0, 27).exclude(("next", "terminated"), ("next", "truncated"), ("next", "done"))
     data["next", "game_over"] = (torch.arange(27) % 9 == 8)[:, None]
-    with expstore.open(tmp_path / "run.exp", done_keys=[("next", "game_over")], traj_key="action") as rb:
+    with expstore.open(
+        tmp_path / "run.exp", episodes=expstore.EpisodeKeys(traj="action", done=[("next", "game_over")])
+    ) as rb:
         data["action"] = torch.arange(27) // 9
         rb.extend(data)
         export_minari(rb, tmp_path / "out")

@@ -200,10 +200,8 @@ def test_settings_of_a_store_come_back(tmp_path: Path, form: str) -> None:
         tmp_path / "run.exp",
         capacity=90,
         meta={"who": ["a", 1]},
-        specs=specs,
-        reward_key="gain",
-        traj_key="run",
-        done_keys=["over"],
+        schema=specs,
+        episodes=expstore.EpisodeKeys(traj="run", done=["over"], reward="gain"),
     ) as rb:
         number = torch.arange(60)
         data = {"action": number % 3, "gain": number.float(), "run": number // 20, "over": number % 20 == 19}

@@ -209,7 +209,7 @@ def test_others_read_it_unaided(tmp_path: Path) -> None:
     points = torch.nested.nested_tensor(
         [torch.arange(3.0 * (n % 3)).reshape(-1, 3).bfloat16() + n for n in range(30)], layout=torch.jagged
     )
-    with expstore.open(tmp_path / "run.exp", storage="arrow") as rb:
+    with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         data = rollouts(0, 30)
         data["points"] = points
         rb.extend(data)
@@ -258,7 +258,7 @@ def test_episodes_files_and_row_groups(
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 32)
     monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 50)
     out, back = FORMS[form]
-    with expstore.open(tmp_path / "run.exp", storage="arrow", capacity=capacity) as rb:
+    with expstore.open(tmp_path / "run.exp", layout="arrow", capacity=capacity) as rb:
         for first in range(0, 200, 25):
             rb.extend(rollouts(first, 25), source="a")
             rb.extend(rollouts(first + 1000, 10), source="b")
@@ -523,7 +523,7 @@ def test_files_of_no_rows_have_the_fields_of_their_types(tmp_path: Path, form: s
 
 def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
     """Rows taken out, columns without our notes: types say then what fields are. Rows that do not fit."""
-    with expstore.open(tmp_path / "run.exp", storage="arrow") as rb:
+    with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(rollouts(0, 30))
         export_parquet(rb, tmp_path / "out")
     path = tmp_path / "out/rows/00000.parquet"
@@ -579,7 +579,7 @@ print("torch" in sys.modules)
 
 
 def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with expstore.open(tmp_path / "run.exp", storage="arrow") as rb:
+    with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(rollouts(0, 30))
     paths = [str(tmp_path / name) for name in ("run.exp", "out", "back.exp")]
     done = subprocess.run([sys.executable, "-c", ALONE, *paths], capture_output=True, text=True, check=True)

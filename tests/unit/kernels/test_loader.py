@@ -64,7 +64,7 @@ def test_a_packed_column_loads_its_loops(tmp_path: Path) -> None:
 
 
 def test_segments_load_their_loops(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "run.exp", storage="arrow", compression="lz4") as rb:
+    with expstore.open(tmp_path / "run.exp", layout=expstore.Layout(kind="arrow", compression="lz4")) as rb:
         rb.extend(TensorDict({"text": NonTensorStack("a", "bc", "d")}, [3]))
         (segments,) = rb.storage.state.columns.shared
         segments._load()

@@ -34,7 +34,7 @@ def batch(count: int, start: int = 0) -> TensorDict:
 
 def make(path: Path, first: int, count: int, **more: Any) -> Path:
     """A store of rows from two sources, one of which a user has named."""
-    with expstore.open(path, seed=3, traj_key="traj_ids", **more) as rb:
+    with expstore.open(path, seed=3, episodes=expstore.EpisodeKeys(traj="traj_ids"), **more) as rb:
         for start in range(first, first + count, 10):
             source = "arm" if start // 10 % 2 else None
             rb.extend(batch(min(10, first + count - start), start), source=source, episode_info={"at": start})
@@ -64,7 +64,7 @@ def episodes_of(rb: Any) -> list[tuple[Any, ...]]:
 def test_all_rows_of_all_stores_are_there(tmp_path: Path, fields: Any) -> None:
     paths = [
         make(tmp_path / "a.exp", 0, 45),
-        make(tmp_path / "b.exp", 1000, 90, capacity=33, fields=SHARED),
+        make(tmp_path / "b.exp", 1000, 90, capacity=33, layout={"fields": SHARED}),
         make(tmp_path / "c" / "a.exp", 2000, 8) if (tmp_path / "c").mkdir() is None else Path(),
     ]
     told: list[tuple[int, int]] = []
@@ -151,7 +151,7 @@ def test_rows_of_several_dims(tmp_path: Path) -> None:
 def test_rows_without_a_fixed_size(tmp_path: Path) -> None:
     said = [["a", None, "bcd"], ["", "efgh"]]
     for name, texts in zip("ab", said, strict=True):
-        with expstore.open(tmp_path / name, storage="arrow", schema={"text": str}) as rb:
+        with expstore.open(tmp_path / name, layout="arrow", schema={"text": str}) as rb:
             rb.extend(TensorDict({"text": texts}, [len(texts)]))
     expstore.merge([tmp_path / "a", tmp_path / "b"], out=tmp_path / "c")
     assert verify(tmp_path / "c") == []
@@ -190,7 +190,9 @@ def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
         "fewer": r"fewer.exp does not fit to .*a.exp: field number is missing, there .*int64",
         "key": r"key.exp does not fit to .*a.exp: reward_key is .*'number'.*, there .*'reward'",
     }
-    with expstore.open(tmp_path / "key.exp", reward_key="number", traj_key="traj_ids") as rb:
+    with expstore.open(
+        tmp_path / "key.exp", episodes=expstore.EpisodeKeys(traj="traj_ids", reward="number")
+    ) as rb:
         rb.extend(batch(3))
     for name, data in rows.items():
         with expstore.open(tmp_path / f"{name}.exp") as rb:

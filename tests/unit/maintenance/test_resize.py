@@ -392,7 +392,7 @@ def test_a_reader_goes_on(tmp_path: Path) -> None:
 def test_rows_without_a_fixed_size(tmp_path: Path, new: int | None) -> None:
     path = tmp_path / "run.exp"
     texts = ["x" * (n % 9) if n % 5 else None for n in range(40)]
-    with expstore.open(path, capacity=20, storage="arrow") as rb:
+    with expstore.open(path, capacity=20, layout="arrow") as rb:
         for first in range(0, 40, 8):
             number = torch.arange(first, first + 8)
             rb.extend(TensorDict({"text": texts[first : first + 8], "number": number}, [8]))

@@ -235,7 +235,7 @@ def test_rows_of_no_fixed_size(server: Serving, folder: Path, name: str) -> None
         )
         for size, text in enumerate(texts)
     ]
-    with expstore.open(folder / f"{name}2.exp", mode="x", storage="arrow", seed=3):
+    with expstore.open(folder / f"{name}2.exp", mode="x", layout="arrow", seed=3):
         pass
     with connect(server, f"{name}2", batch_size=3, seed=2) as rb:
         assert rb.extend(rows).tolist() == [1, 2, 3, 4]

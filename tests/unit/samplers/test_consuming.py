@@ -47,7 +47,9 @@ COLUMN = "columns/_row/sampled"
 
 
 def opened(path: Path, count: int | None = 2, **keywords: Any) -> TensorDictReplayBuffer:
-    return expstore.open(path, consume_after_n_samples=count, batch_size=7, seed=SEED, **keywords)
+    if count is not None:
+        keywords["sampler"] = ConsumingSampler(count)
+    return expstore.open(path, batch_size=7, seed=SEED, **keywords)
 
 
 def numbers(rb: Any, batches: int) -> list[list[int]]:
@@ -290,12 +292,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for given in ({"consume_after_n_samples": 1}, {"sampler": ConsumingSampler()}):
         with pytest.raises(ValueError, match="Prefetching is not supported"):
             ReplayBuffer(storage=storage, prefetch=2, batch_size=2, **given)
-        with pytest.raises(ValueError, match="Prefetching is not supported"):
-            expstore.open(tmp_path / "a.exp", prefetch=2, batch_size=2, **given)
+    with pytest.raises(ValueError, match="Prefetching is not supported"):
+        expstore.open(tmp_path / "a.exp", batches={"prefetch": 2}, batch_size=2, sampler=ConsumingSampler())
     with pytest.raises(ValueError, match="conflicts with the provided ConsumingSampler.max_sample_count"):
         ReplayBuffer(storage=storage, sampler=ConsumingSampler(2), consume_after_n_samples=1)
-    with pytest.raises(ValueError, match="only supports"):
-        expstore.open(tmp_path / "a.exp", sampler=PrioritizedSampler(), consume_after_n_samples=1)
     assert not (tmp_path / "a.exp").exists()
     assert storage.state.sampled is None
     own = ConsumingSampler(np.int64(2))
@@ -579,12 +579,12 @@ def test_a_version_without_counts_begins_at_0(tmp_path: Path) -> None:
             numbers(other, 2)
             assert len(other) == 66
             other.close()
-    with expstore.open(tmp_path / "b.exp", consume_after_n_samples=1, batch_size=7) as rb:
+    with expstore.open(tmp_path / "b.exp", sampler=ConsumingSampler(1), batch_size=7) as rb:
         assert len(rb) == 66
         # The first version with counts after one without: all else is shared.
         first = rb.dumps(tmp_path / "more")
         assert (first.path / COLUMN / "zarr.json").exists()
-    with expstore.open(tmp_path / "a.exp", consume_after_n_samples=1, batch_size=7) as rb:
+    with expstore.open(tmp_path / "a.exp", sampler=ConsumingSampler(1), batch_size=7) as rb:
         numbers(rb, 1)
         second = rb.dumps(tmp_path / "versions")
         assert (second.path / COLUMN / "zarr.json").exists()

@@ -20,4 +20,4 @@ def test_fields_that_fit_are_taken(traits: RowTraits, schema: Schema) -> None:
 def test_rows_of_no_fixed_size_are_refused_by_name() -> None:
     with pytest.raises(SchemaError, match=r"field 'next\.text' .* a zarr storage cannot keep") as refused:
         RowTraits(objects=True).check(VARIABLE, "zarr")
-    assert 'storage="arrow"' in str(refused.value)
+    assert 'layout="arrow"' in str(refused.value)

@@ -214,7 +214,7 @@ def test_a_collector_has_its_environments_specs_kept(tmp_path: Path) -> None:
 def test_a_collector_leaves_specs_that_are_there(tmp_path: Path) -> None:
     mine = Composite(action=Categorical(2, mask=torch.tensor([True, True])))
     envs = gymnasium.make_vec("CartPole-v1", num_envs=2)
-    with expstore.open(tmp_path / "a.exp", specs=mine) as rb:
+    with expstore.open(tmp_path / "a.exp", schema=mine) as rb:
         with Collector(envs, None, rb, seed=0) as collector:
             collector.collect(20)
         assert rb.specs == mine

@@ -42,7 +42,7 @@ expstore.open(path, mode="r", batch_size=2, sampler=RandomSampler(where="a > 3")
 """,
     "batches ahead of a filter": """
 rb.close()
-rb = expstore.open(path, batch_size=2, prefetch=2, sampler=RandomSampler(where="a > 3"))
+rb = expstore.open(path, batch_size=2, batches={"prefetch": 2}, sampler=RandomSampler(where="a > 3"))
 for _ in range(3):
     rb.sample()
 """,

@@ -449,7 +449,7 @@ def test_versions_share_finished_segments(tmp_path: Path, tiny: None) -> None:
     memory.loads(tmp_path / "versions")
     check(memory, window_ids(memory))
     flat = ZarrStorage(tmp_path / "flat.exp")
-    with pytest.raises(SchemaError, match='storage="arrow"'):
+    with pytest.raises(SchemaError, match='="arrow"'):
         flat.loads(tmp_path / "versions")
     flat.close()
     storage.close()
@@ -486,21 +486,21 @@ def test_stores_of_the_best_rows_keep_no_such_fields(tmp_path: Path) -> None:
 
 def test_a_store_is_opened_as_what_it_was_made(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
-    with expstore.open(path, storage="arrow", compression="zstd", schema=SCHEMA) as rb:
+    with expstore.open(path, layout=expstore.Layout(kind="arrow", compression="zstd"), schema=SCHEMA) as rb:
         assert isinstance(rb._storage, ArrowStorage)
     with expstore.open(path) as rb:
         assert isinstance(rb._storage, ArrowStorage)
         assert rb._storage.manifest.compression == "zstd"
-    with pytest.raises(StateError, match="storage='arrow', opened with storage='zarr'"):
-        expstore.open(path, storage="zarr")
+    with pytest.raises(StateError, match="kind='arrow', opened with kind='zarr'"):
+        expstore.open(path, layout="zarr")
     with pytest.raises(StateError, match="compression='zstd', opened with compression='lz4'"):
-        expstore.open(path, compression="lz4")
+        expstore.open(path, layout=expstore.Layout(compression="lz4"))
     with pytest.raises(SchemaError, match="'gzip'"):
         ArrowStorage(tmp_path / "b.exp", compression="gzip")  # type: ignore[arg-type]
-    with pytest.raises(SchemaError, match='storage="arrow"'):
+    with pytest.raises(SchemaError, match='="arrow"'):
         expstore.open(tmp_path / "c.exp", schema=SCHEMA)
     with pytest.raises(SchemaError, match="compression"):
-        expstore.open(tmp_path / "d.exp", storage="zarr", compression="lz4")
+        expstore.open(tmp_path / "d.exp", layout=expstore.Layout(kind="zarr", compression="lz4"))
     with expstore.open(path, mode="w") as rb:
         assert type(rb._storage) is ZarrStorage
 
@@ -661,7 +661,9 @@ def test_segments_of_several_widths_are_merged(tmp_path: Path, monkeypatch: Any,
 
 
 def test_sql_sees_widened_values(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", storage="arrow", compression="narrow", schema=TOKENS) as rb:
+    with expstore.open(
+        tmp_path / "a.exp", layout=expstore.Layout(kind="arrow", compression="narrow"), schema=TOKENS
+    ) as rb:
         for values in ([200, 100], [-5, 1 << 30]):
             put_tokens(rb._storage, [values] * 40)  # type: ignore[arg-type]
         query = (
@@ -778,7 +780,9 @@ def test_sizes_of_rows_follow_from_offsets(tmp_path: Path, compression: Any) -> 
     texts = ["x" * int(size) for size in rng.integers(0, 3000, rows)]
     lists = [[["ab"] * int(size), []] for size in rng.integers(0, 20, rows)]
     dicts = [{"a": text[:5], "b": [1, 2]} if number % 3 else None for number, text in enumerate(texts)]
-    with expstore.open(tmp_path / "run.exp", storage="arrow", compression=compression) as rb:
+    with expstore.open(
+        tmp_path / "run.exp", layout=expstore.Layout(kind="arrow", compression=compression)
+    ) as rb:
         for start in range(0, rows, 7):
             some = slice(start, min(start + 7, rows))
             parts = {"text": texts, "lists": lists, "dicts": dicts}

@@ -16,7 +16,7 @@ from expstore.storages.format.manifest import Manifest
 
 
 def test_it_says_what_the_file_says(store_path: Path) -> None:
-    with expstore.open(store_path, capacity=50, seed=7, traj_key="robot") as rb:
+    with expstore.open(store_path, capacity=50, seed=7, episodes=expstore.EpisodeKeys(traj="robot")) as rb:
         rb.extend(TensorDict({"x": torch.zeros(4), "robot": torch.zeros(4, dtype=torch.int64)}, [4]))
         manifest = Manifest.load(rb.storage.disk, store_path)
         found = Description.of(manifest)

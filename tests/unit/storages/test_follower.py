@@ -151,7 +151,7 @@ def test_settings_are_held_against_the_store(closed: Path, tmp_path: Path) -> No
         expstore.open(tmp_path / "none", mode="r")
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match="parquet"):
-        expstore.open(closed, mode="r", storage="parquet")  # type: ignore[arg-type]
+        expstore.open(closed, mode="r", layout="parquet")  # type: ignore[arg-type]
 
 
 def test_a_store_without_rows(store_path: Path) -> None:

@@ -28,7 +28,7 @@ def _rows_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "packed": {"layout": "packed"},
     "flat": {"layout": "flat"},
-    "arrow": {"storage": "arrow"},
+    "arrow": {"layout": "arrow"},
 }
 
 

@@ -813,7 +813,7 @@ def test_packed_rows_after_an_empty_store(store_path: Path, more: int) -> None:
         return TensorDict({"frame": numbers[:, None].expand(-1, 64).to(torch.uint8)}, [count])
 
     packed = {"frame": {"layout": "packed", "rows": 2}}
-    with expstore.open(store_path, capacity=33, fields=packed) as rb:
+    with expstore.open(store_path, capacity=33, layout=expstore.Layout(fields=packed)) as rb:
         rb.extend(frames(0, 20))
         with expstore.open(store_path, mode="r") as seen:
             assert len(seen) == 20

@@ -108,7 +108,7 @@ def test_a_storage_in_ram_forgets_rows_and_can_be_changed(make: Callable[..., St
 
 def test_other_storages_refuse_such_fields_and_say_which_keeps_them(tmp_path: Path) -> None:
     storage = ZarrStorage(tmp_path / "a.exp", 10)
-    with pytest.raises(SchemaError, match=r"'text' is string.*storage=\"arrow\""):
+    with pytest.raises(SchemaError, match=r"'text' is string.*layout=\"arrow\""):
         storage.prepare(SCHEMA, find_keys(SCHEMA))
     assert storage.schema is None
     storage.close()

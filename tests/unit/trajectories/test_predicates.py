@@ -266,7 +266,7 @@ def test_rows_that_are_objects_have_trajectories_if_they_are_tensordicts() -> No
 def test_a_condition_sees_what_a_function_of_the_trajectory_sees(tmp_path: Path, length: int) -> None:
     """Also where a field is a nested tensor or text, and where it stands at the root and below `next`."""
     words = [["a", "bb", "ccc"][n % 3] for n in range(15)]
-    with expstore.open(tmp_path / "a.exp", storage="arrow", batch_size=4) as rb:
+    with expstore.open(tmp_path / "a.exp", layout="arrow", batch_size=4) as rb:
         data = steps(5, 3, 7)
         data["score"] = torch.arange(15.0)
         data["next", "score"] = -data["score"]

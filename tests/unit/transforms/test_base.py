@@ -242,7 +242,12 @@ def test_several_dims_of_rows_are_looked_around() -> None:
 
 
 def test_trajectories_are_looked_around(tmp_path: Path) -> None:
-    rb = expstore.open(tmp_path / "run.exp", capacity=40, transform=Around(), traj_key="episode")
+    rb = expstore.open(
+        tmp_path / "run.exp",
+        capacity=40,
+        batches=expstore.Batches(transform=Around()),
+        episodes=expstore.EpisodeKeys(traj="episode"),
+    )
     interleaved(rb)
     steps = held(rb)
     for episode in rb.sql("SELECT DISTINCT _episode FROM transitions").fetchall():
@@ -393,10 +398,12 @@ def goals(path: Path, count: int, **options: Any) -> list[list[int]]:
 
 
 def test_what_is_drawn_while_looking_goes_on_after_a_restart(tmp_path: Path) -> None:
-    whole = goals(tmp_path / "a.exp", 6, seed=7, traj_key="episode")
-    assert goals(tmp_path / "b.exp", 2, seed=7, traj_key="episode") == whole[:2]
+    whole = goals(tmp_path / "a.exp", 6, seed=7, episodes={"traj": "episode"})
+    assert goals(tmp_path / "b.exp", 2, seed=7, episodes={"traj": "episode"}) == whole[:2]
     assert goals(tmp_path / "b.exp", 4) == whole[2:]
-    assert goals(tmp_path / "c.exp", 6, seed=7, traj_key="episode", prefetch=3) == whole
+    assert (
+        goals(tmp_path / "c.exp", 6, seed=7, episodes={"traj": "episode"}, batches={"prefetch": 3}) == whole
+    )
     assert len({tuple(one) for one in whole}) == 6
 
 
@@ -407,9 +414,13 @@ def test_rows_read_by_index_have_no_numbers_to_draw_by() -> None:
 
 
 def test_a_follower_looks_around(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "run.exp", capacity=40, traj_key="episode") as writer:
+    with expstore.open(
+        tmp_path / "run.exp", capacity=40, episodes=expstore.EpisodeKeys(traj="episode")
+    ) as writer:
         at = interleaved(writer, 9)
-        reader = expstore.open(tmp_path / "run.exp", mode="r", batch_size=16, transform=Around())
+        reader = expstore.open(
+            tmp_path / "run.exp", mode="r", batch_size=16, batches=expstore.Batches(transform=Around())
+        )
         for _ in range(5):
             at = interleaved(writer, 6, at)
             writer.flush()  # what a follower sees of the last few rows comes a moment later
@@ -430,7 +441,7 @@ def test_without_a_buffer_it_is_refused() -> None:
 
 def test_no_store_is_made_where_a_transform_is_none(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="must be either a Transform instance or a callable"):
-        expstore.open(tmp_path / "run.exp", transform=3)
+        expstore.open(tmp_path / "run.exp", batches=expstore.Batches(transform=3))
     assert not (tmp_path / "run.exp").exists()
 
 

@@ -74,7 +74,7 @@ class PackedAppender(Appender):
                 name, kept = key_name(columns[place].entry.key), key_name(entry.key)
                 raise SchemaError(
                     f"rows of field {name!r} are kept with those of {kept!r}, which has to stay",
-                    hint="make the store with share_next=False for fields that may go",
+                    hint="make the store with Layout(share_next=False) for fields that may go",
                 )
 
     def warm(self) -> None:
@@ -176,5 +176,5 @@ def _packed_error(fields: Sequence[Field], what: str) -> SchemaError:
     names = ", ".join(sorted(repr(key_name(entry.key)) for entry in fields))
     return SchemaError(
         f"{'fields' if fields[1:] else 'field'} {names} {'are' if fields[1:] else 'is'} packed: {what}",
-        hint="make the store with layout='flat', or with fields={name: {'layout': 'flat'}} for single ones",
+        hint="make the store with layout='flat', or with Layout(fields={name: 'flat'}) for single fields",
     )

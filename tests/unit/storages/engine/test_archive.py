@@ -57,9 +57,9 @@ def options(kind: str) -> dict[str, Any]:
     """Return what makes a store of a kind."""
     return {
         "flat": {"layout": "flat"},
-        "packed": {"layout": "auto", "fields": {"frame": {"layout": "packed", "rows": 4}}},
-        "arrow": {"storage": "arrow"},
-        "texts": {"storage": "arrow", "compression": "lz4"},
+        "packed": {"layout": {"columns": "auto", "fields": {"frame": {"layout": "packed", "rows": 4}}}},
+        "arrow": {"layout": "arrow"},
+        "texts": {"layout": {"kind": "arrow", "compression": "lz4"}},
     }[kind]
 
 

@@ -485,7 +485,9 @@ def test_batches_of_another_thread_never_come_twice_though_a_reopening_fails(
 ) -> None:
     def opened(name: str) -> TensorDictReplayBuffer:
         generator = torch.Generator().manual_seed(3) if given else None
-        return expstore.open(tmp_path / name, seed=5, batch_size=4, generator=generator)
+        return expstore.open(
+            tmp_path / name, seed=5, batch_size=4, batches=expstore.Batches(generator=generator)
+        )
 
     with opened("calm.exp") as calm, opened("failing.exp") as rb:
         for buffer in (calm, rb):

@@ -68,7 +68,7 @@ def test_floats_are_packed_better_shuffled() -> None:
 @pytest.mark.parametrize("name", ["numcodecs.bz2", "numcodecs.lzma"])
 def test_codecs_that_zarr_python_alone_reads_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=f"'frame': no codec '{name}'; there are lz4hc, lz4, .*gzip"):
-        expstore.open(tmp_path / "run.exp", fields={"frame": {"codec": name}})
+        expstore.open(tmp_path / "run.exp", layout=expstore.Layout(fields={"frame": {"codec": name}}))
     assert not (tmp_path / "run.exp").exists()
 
 
@@ -79,7 +79,7 @@ def test_a_store_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[
     path, number = tmp_path / "run.exp", torch.arange(100)
     frame = (number[:, None] / torch.arange(1, 401)).float()
     fields = {"frame": {"codec": name, "rows": 8}}
-    with expstore.open(path, capacity=200, fields=fields, seed=0) as rb:
+    with expstore.open(path, capacity=200, layout=expstore.Layout(fields=fields), seed=0) as rb:
         for first in range(0, 100, 25):
             some = slice(first, first + 25)
             rb.extend(TensorDict({"number": number[some], "frame": frame[some]}, [25]))

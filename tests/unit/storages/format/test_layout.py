@@ -30,6 +30,13 @@ def packed_fields(path: Path) -> set[str]:
     return {name for name in arrays if "blosc" in json.dumps(group[name].metadata.to_dict()["codecs"])}
 
 
+def asked_layout(asked: dict[str, Any]) -> expstore.Layout:
+    """Return a layout from the arguments of a storage, whose `layout` is its `columns`."""
+    return expstore.Layout(
+        **{"columns" if name == "layout" else name: value for name, value in asked.items()}
+    )
+
+
 @pytest.mark.parametrize(
     ("asked", "packed"),
     [
@@ -46,12 +53,12 @@ def packed_fields(path: Path) -> set[str]:
     ],
 )
 def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: set[str]) -> None:
-    with expstore.open(tmp_path / "run.exp", capacity=100, seed=0, **asked) as rb:
+    with expstore.open(tmp_path / "run.exp", capacity=100, seed=0, layout=asked_layout(asked)) as rb:
         rb.extend(rows(150))
         batch = rb.sample(64)
         assert (batch["frame"][:, 0, 0] == batch["action"].to(torch.uint8)).all()
     assert packed_fields(tmp_path / "run.exp") == packed
-    with expstore.open(tmp_path / "run.exp", **asked) as rb:
+    with expstore.open(tmp_path / "run.exp", layout=asked_layout(asked)) as rb:
         batch = rb[:]
         assert (batch["next", "frame"] == batch["frame"] + 1).all()
         assert (batch["frame"][:, 3, 3] == batch["action"].to(torch.uint8)).all()
@@ -59,12 +66,12 @@ def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: 
 
 def test_what_contradicts_the_store_is_refused(tmp_path: Path) -> None:
     path, fields = tmp_path / "run.exp", {"frame": {"rows": 8}}
-    expstore.open(path, fields=fields).close()
+    expstore.open(path, layout=expstore.Layout(fields=fields)).close()
     for agrees in ({}, {"layout": "auto"}, {"fields": fields}, {"layout": "auto", "fields": fields}):
-        expstore.open(path, **agrees).close()
+        expstore.open(path, layout=asked_layout(agrees)).close()
     for differs in ({"layout": "packed"}, {"layout": "flat"}, {"fields": {"frame": {"rows": 4}}}):
         with pytest.raises(StateError, match="layout"):
-            expstore.open(path, **differs)
+            expstore.open(path, layout=asked_layout(differs))
 
 
 @pytest.mark.parametrize("make", ["ZarrStorage", "LazyMemmapStorage"])
@@ -119,7 +126,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
 @pytest.mark.parametrize(
     ("asked", "match"),
     [
-        ({"layout": "wide"}, "no layout 'wide'"),
+        ({"layout": "wide"}, "columns='wide' is unknown; use 'flat'"),
         ({"fields": {"frame": {"layout": "packed", "codec": "lzma"}}}, "no codec 'lzma'; there are lz4hc, "),
         ({"fields": {"frame": {"layout": "auto", "chunk": 3}}}, "field 'frame': no option 'chunk'"),
         ({"fields": {"frame": {"rows": 3}}}, "power of two, got 3"),
@@ -129,7 +136,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"fields": {"frame": {"rows": 2**40}}}, "got 1099511627776; use a whole number from 1 to 4096"),
         ({"fields": {"frame": {"codec": ["lz4"]}}}, r"no codec \['lz4'\]"),
         ({"fields": {"frame": {1: 2, "chunk": 3}}}, "no option 1"),
-        ({"fields": {"frame": "packed"}}, "field 'frame': options must be a dict, got 'packed'"),
+        ({"fields": {"frame": 7}}, "field 'frame': options must be a dict, got 7"),
         ({"fields": ["frame"]}, r"fields= must be a dict, got \['frame'\]"),
         ({"fields": {3: {"rows": 4}}}, "a key is a name or a tuple of names, got 3"),
         ({"fields": {("next", 3): {"rows": 4}}}, r"names, got \('next', 3\)"),
@@ -149,7 +156,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
 )
 def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
     with pytest.raises(SchemaError, match=match):
-        expstore.open(tmp_path / "run.exp", **asked)
+        expstore.open(tmp_path / "run.exp", layout=asked_layout(asked))
     assert not (tmp_path / "run.exp").exists()
 
 
@@ -184,7 +191,7 @@ def test_what_has_no_meaning_for_the_first_rows_is_refused(
     path, first = tmp_path / "run.exp", rows(10)
     if "wide" in match or "wide" in asked["fields"]:
         first["wide"] = torch.zeros(10, 100_000)
-    with expstore.open(path, **{"capacity": 100} | asked) as rb:
+    with expstore.open(path, capacity=asked.pop("capacity", 100), layout=asked_layout(asked)) as rb:
         for _ in range(2):
             with pytest.raises(SchemaError, match=match):
                 rb.extend(first)
@@ -200,7 +207,9 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
     with expstore.open(tmp_path / "run.exp", capacity=100) as rb:
         rb.extend(rows(10))
         rb.dumps(tmp_path / "kept")
-    with expstore.open(tmp_path / "other.exp", capacity=100, fields={"pixel": {"rows": 4}}) as rb:
+    with expstore.open(
+        tmp_path / "other.exp", capacity=100, layout=expstore.Layout(fields={"pixel": {"rows": 4}})
+    ) as rb:
         with pytest.raises(SchemaError, match="'pixel', which is no field"):
             rb.loads(tmp_path / "kept")
         assert len(rb) == 0
@@ -209,23 +218,25 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
 
 def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
-    with expstore.open(path, capacity=100, fields={("next", "frame"): {"layout": "flat"}}) as rb:  # type: ignore[dict-item]
+    with expstore.open(
+        path, capacity=100, layout=expstore.Layout(fields={("next", "frame"): {"layout": "flat"}})
+    ) as rb:  # type: ignore[dict-item]
         rb.extend(rows(10))
     assert packed_fields(path) == {"frame"}
-    expstore.open(path, fields={"next.frame": {"layout": "flat"}}).close()
+    expstore.open(path, layout=expstore.Layout(fields={"next.frame": {"layout": "flat"}})).close()
 
 
 def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -> None:
     flat, packed = tmp_path / "flat.exp", tmp_path / "packed.exp"
     expstore.open(flat, layout="flat").close()
-    expstore.open(packed, fields={"frame": {"rows": 8}}).close()
+    expstore.open(packed, layout=expstore.Layout(fields={"frame": {"rows": 8}})).close()
     with pytest.raises(
-        StateError, match="made with layout='flat', opened with layout='packed'; leave layout,"
+        StateError, match="made with layout='flat', opened with layout='packed'; leave the layout out"
     ):
         expstore.open(flat, layout="packed")
     stored = "made with layout='auto', fields={'frame': {'rows': 8}}, opened with layout='auto', fields={"
     with pytest.raises(StateError, match=stored):
-        expstore.open(packed, fields={"frame": {"rows": 4}})
+        expstore.open(packed, layout=expstore.Layout(fields={"frame": {"rows": 4}}))
 
 
 def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
@@ -235,17 +246,17 @@ def test_share_next_is_of_packed_fields(tmp_path: Path) -> None:
     assert not (tmp_path / "a.exp").exists()
     expstore.open(tmp_path / "a.exp", layout="flat").close()
     with pytest.raises(SchemaError, match="share_next=True is of packed fields"):
-        expstore.open(tmp_path / "a.exp", share_next=True)
+        expstore.open(tmp_path / "a.exp", layout=expstore.Layout(share_next=True))
     packed = {"frame": {"layout": "packed"}, "next.frame": {"layout": "packed"}}
     for name, asked in {"b.exp": {}, "c.exp": {"layout": "flat", "fields": packed}}.items():
-        with expstore.open(tmp_path / name, share_next=True, **asked) as rb:
+        with expstore.open(tmp_path / name, layout=asked_layout({**asked, "share_next": True})) as rb:
             rb.extend(rows(10))
         expstore.open(tmp_path / name).close()
-        expstore.open(tmp_path / name, share_next=True).close()  # as without it
+        expstore.open(tmp_path / name, layout=expstore.Layout(share_next=True)).close()  # as without it
         with pytest.raises(StateError, match="opened with layout='.*', share_next=False"):
-            expstore.open(tmp_path / name, share_next=False)
+            expstore.open(tmp_path / name, layout=expstore.Layout(share_next=False))
     with pytest.raises(SchemaError, match="True or False"):
-        expstore.open(tmp_path / "d.exp", share_next="yes")  # type: ignore[arg-type]
+        expstore.open(tmp_path / "d.exp", layout=expstore.Layout(share_next="yes"))  # type: ignore[arg-type]
     assert not (tmp_path / "d.exp").exists()
 
 
