@@ -73,6 +73,7 @@ from expstore.remote.transport import Retries as Retries
 from expstore.samplers.base import Sampler as Sampler
 from expstore.samplers.consuming import ConsumingSampler as ConsumingSampler
 from expstore.samplers.ensemble import SamplerEnsemble as SamplerEnsemble
+from expstore.samplers.filter import Where as Where
 from expstore.samplers.prioritized import PrioritizedSampler as PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler as PrioritizedSliceSampler
 from expstore.samplers.prompt_groups import PromptGroupSampler as PromptGroupSampler

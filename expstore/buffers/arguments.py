@@ -1,4 +1,4 @@
-"""The keywords of buffers: what is checked beforehand, and what torchrl has but means nothing here.
+"""The arguments of buffers: what is checked before anything is made.
 
 Used by the buffers and by `expstore.open`. It makes nothing itself.
 """
@@ -6,7 +6,7 @@ Used by the buffers and by `expstore.open`. It makes nothing itself.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,48 +14,9 @@ import torch
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import StateError
 
-__all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made", "refuse"]
+__all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made"]
 
 _Part = TypeVar("_Part")
-
-#: torchrl's keywords that mean nothing here: the values that ask for nothing, and why others are refused.
-_MEANINGLESS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "checkpointer": ((None,), "dumps() writes versions of the store itself, with what has changed only"),
-    "shared": (
-        (False,),
-        "keep the rows on disk, expstore.open(path); other processes read them with mode='r', and a buffer "
-        "that is pickled or forked does so by itself",
-    ),
-    "compilable": ((None, False), "nothing here is compiled by torch; batches may be, behind sample()"),
-    "delayed_init": (
-        (None, False),
-        "parts are made with the buffer; over a store on disk it can be sent to other processes as it is",
-    ),
-    "service_backend": (("direct",), "other machines read a store over the network by its HTTP layer"),
-    "service_backend_options": ((None,), "there is no service behind a buffer"),
-    "transport": (("auto", "direct"), "there is no service behind a buffer"),
-    "transport_options": ((None,), "there is no service behind a buffer"),
-    "sync": (
-        (True,),
-        "priorities are kept by the store; who samples beside another process opens it mode='r'",
-    ),
-    "sampler_device": ((None, "cpu"), "priorities are drawn by the processor, in microseconds"),
-}
-
-
-def refuse(owner: str, keywords: Mapping[str, Any]) -> None:
-    """Raise if keywords ask for something that no buffer here has.
-
-    Raises:
-        TypeError: There is no such keyword.
-        ValueError: torchrl has it, and it asks for something that means nothing here.
-    """
-    for name, value in keywords.items():
-        if name not in _MEANINGLESS:
-            raise TypeError(f"{owner} got an unexpected keyword argument {name!r}")
-        harmless, reason = _MEANINGLESS[name]
-        if not any(value is known or (isinstance(known, str) and str(value) == known) for known in harmless):
-            raise ValueError(f"{name}={value!r} means nothing here: {reason}; leave it out")
 
 
 def called(part: Any, method: str) -> Any:

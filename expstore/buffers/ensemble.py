@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from expstore.buffers.arguments import check_batch_size, refuse
+from expstore.buffers.arguments import check_batch_size
 from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
 from expstore.buffers.ensemble_routing import Route
 from expstore.buffers.ensemble_updates import MemberPatching
@@ -27,6 +27,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.buffers.torchrl_service import Direct
 from expstore.core.members import find_members
+from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
 from expstore.core.values import IntArray
 from expstore.data.containers import stack
 from expstore.data.to_arrays import to_arrays
@@ -72,7 +73,8 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         routing_key: The field that says which member each row is written to.
         routing_dim: The batch dim that does, instead.
         generator: What draws follow from; None: the members' seeds.
-        torchrl: Keywords that torchrl's ensemble has and that mean nothing here.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
         RuntimeError: Members are given, and parts of them, too.
@@ -104,7 +106,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         generator: torch.Generator | None = None,
         **torchrl: Any,
     ) -> None:
-        refuse(type(self).__name__, _not_of_members(torchrl))
+        check_keywords(self, torchrl, ENSEMBLE)
         check_batch_size(batch_size)
         self.shared = False
         self._route = Route.of(routing_key, routing_dim)
@@ -558,32 +560,6 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
     def __repr__(self) -> str:
         parts = ",\n".join(map(str, [*self._rbs, self._samplers]))
         return f"ReplayBufferEnsemble(\n{indent(parts, '    ')},\n    batch_size={self._batch_size})"
-
-
-#: Keywords of torchrl's ensemble that ask nothing of it at these values; otherwise they are its members'.
-_MEMBERS = dict.fromkeys(
-    (
-        "storage",
-        "sampler",
-        "writer",
-        "dim_extend",
-        "sample_unit",
-        "consume_after_n_samples",
-        "transform_factory",
-    )
-) | {"prefetch": 0, "pin_memory": False}
-
-
-def _not_of_members(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that are not those of members.
-
-    Raises:
-        ValueError: One of these asks for something.
-    """
-    for name in keywords.keys() & _MEMBERS.keys():
-        if keywords[name] is not None and keywords[name] != _MEMBERS[name]:
-            raise ValueError(f"{name} means nothing here: give it to the members; leave it out")
-    return {name: value for name, value in keywords.items() if name not in _MEMBERS}
 
 
 def _joint(transform: Compose) -> Compose:

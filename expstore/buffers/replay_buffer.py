@@ -23,7 +23,6 @@ from expstore.buffers.arguments import (
     check_drawing,
     check_predictable,
     made,
-    refuse,
 )
 from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
 from expstore.buffers.episodes import remote_session
@@ -38,6 +37,7 @@ from expstore.buffers.torchrl_service import Direct
 from expstore.buffers.updates import Patching
 from expstore.core.idempotency import WriteKey
 from expstore.core.rate_limiters import RateLimiter
+from expstore.core.torchrl_keywords import BUFFER, check_keywords
 from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.data.batch import Batch, Intake, StepReader, is_plain
 from expstore.data.containers import stack_index
@@ -97,8 +97,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
         rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
             wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
         as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise.
-        torchrl: Keywords that torchrl's buffers have and that mean nothing here: at their defaults they are
-            taken, otherwise refused with the reason.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -134,7 +134,7 @@ class ReplayBuffer(Patching, LateFields, Direct):
         as_numpy: bool = False,
         **torchrl: Any,
     ) -> None:
-        refuse(type(self).__name__, torchrl)
+        check_keywords(self, torchrl, BUFFER)
         self.shared = False
         self._domain = NO_DOMAIN
         if transform is not None and transform_factory is not None:

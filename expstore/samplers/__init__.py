@@ -6,6 +6,7 @@ Buffers take one of these.
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import ConsumingSampler
 from expstore.samplers.ensemble import SamplerEnsemble
+from expstore.samplers.filter import Where
 from expstore.samplers.prioritized import PrioritizedSampler
 from expstore.samplers.prioritized_slices import PrioritizedSliceSampler
 from expstore.samplers.prompt_groups import PromptGroupSampler
@@ -31,4 +32,5 @@ __all__ = [
     "SliceSamplerWithoutReplacement",
     "StalenessAwareSampler",
     "StreamingSliceSampler",
+    "Where",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray, Key, Selection, Window
 from expstore.errors import NotReadyError
-from expstore.samplers.filter import Filter
+from expstore.samplers.filter import Filter, Where, split_where
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -65,7 +65,7 @@ class Sampler(metaclass=SamplerKind):
     `samplers/torchrl_adapter.py`.
 
     Args:
-        where: Which rows may be drawn: an SQL expression over a row and its episode; None: all.
+        where: Which rows may be drawn: an SQL expression over a row and its episode, or a `Where`; None: all.
         weight: By what the chance of each is multiplied: another one; None: 1.
     """
 
@@ -85,7 +85,8 @@ class Sampler(metaclass=SamplerKind):
         trajectories = getattr(self, "_trajectories", None)
         return frozenset() if trajectories is None else trajectories.keys
 
-    def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
+    def __init__(self, *, where: str | Where | None = None, weight: str | None = None) -> None:
+        where, weight = split_where(where, weight)
         if where is not None or weight is not None:
             self.filter = Filter(where, weight)
 
@@ -248,8 +249,9 @@ class Sampler(metaclass=SamplerKind):
         """Be told that all rows were just given up."""
 
 
-def refuse_weight(sampler: Sampler, weight: str | None, reason: str) -> None:
+def refuse_weight(sampler: Sampler, where: str | Where | None, weight: str | None, reason: str) -> None:
     """Raise ValueError if a sampler in which chances mean nothing is given a weight."""
+    _, weight = split_where(where, weight)
     if weight is not None:
         raise ValueError(
             f"weight={weight!r} has no meaning in {type(sampler).__name__}: {reason}; use where="

@@ -13,6 +13,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray, Selection
 from expstore.errors import NotReadyError
 from expstore.samplers.base import Sampler, refuse_weight
+from expstore.samplers.filter import Where
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.window_sum_tree import WindowTree, warm
 from expstore.storages.base import Storage
@@ -60,9 +61,9 @@ class ConsumingSampler(Sampler):
     """
 
     def __init__(
-        self, max_sample_count: int = 1, *, where: str | None = None, weight: str | None = None
+        self, max_sample_count: int = 1, *, where: str | Where | None = None, weight: str | None = None
     ) -> None:
-        refuse_weight(self, weight, "each row is handed out max_sample_count times")
+        refuse_weight(self, where, weight, "each row is handed out max_sample_count times")
         super().__init__(where=where)
         self._limit = check_count("max_sample_count", max_sample_count)
         self._ran_out = False

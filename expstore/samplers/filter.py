@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from expstore.sql.expressions import ConditionLimits, Needs
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Filter"]
+__all__ = ["Filter", "Where", "split_where"]
 
 Floats = NDArray[np.float64]
 _NONE = np.empty(0, np.int64)
@@ -78,6 +78,47 @@ class _Seen:
             and (storage.epochs.content, storage.changes.number) == (self.content, self.changes)
             and (table is None or (table is storage.episodes and table.touched.count == self.touched))
         )
+
+
+@dataclass(frozen=True)
+class Where:
+    """Which rows a sampler draws, and by what it multiplies the chance of each row.
+
+    Every sampler takes it as `where=`, instead of a condition alone.
+
+    Args:
+        condition: Boolean SQL expression over a row and its `episode`; None: every row.
+        weight: Numeric SQL expression; None: 1.
+
+    Raises:
+        TypeError: An expression is not text.
+
+    Example:
+        >>> where = expstore.Where("episode.return > 0", weight="episode.return")
+        >>> sampler = expstore.PrioritizedSliceSampler(slice_len=4, where=where)
+    """
+
+    condition: str | None = None
+    _: KW_ONLY
+    weight: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("condition", "weight"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise TypeError(f"{name} must be an SQL expression, got {value!r}")
+
+
+def split_where(where: str | Where | None, weight: str | None) -> tuple[str | None, str | None]:
+    """Return condition and weight, however a sampler was given them.
+
+    Raises:
+        TypeError: There are two weights.
+    """
+    if not isinstance(where, Where):
+        return where, weight
+    if weight is not None and where.weight is not None:
+        raise TypeError(f"give one weight, either {weight!r} or the one of {where!r}")
+    return where.condition, where.weight if weight is None else weight
 
 
 class Filter:

@@ -7,7 +7,6 @@ keeps a sum tree over the storage's priorities and never touches rows.
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from expstore.core.torchrl_keywords import PRIORITIZED, check_keywords
 from expstore.core.values import Array, IntArray, Selection
 from expstore.errors import NotReadyError
 from expstore.kernels.loader import compiling
 from expstore.samplers.base import Sampler
+from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
@@ -73,23 +74,17 @@ class PrioritizedSampler(Sampler):
         max_priority_within_buffer: bool = False,
         device: Any = None,
         *,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
     ) -> None:
+        check_keywords(self, {"max_capacity": max_capacity, "device": device}, PRIORITIZED)
         super().__init__(where=where, weight=weight)
         if dtype not in _WEIGHTS:
             raise ValueError(f"dtype {dtype} is not supported; use torch.float32 or torch.float64")
         if reduction not in _REDUCE:
             raise ValueError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
-        if device is not None and torch.device(device).type != "cpu":
-            raise ValueError(
-                f"priorities are kept in host memory, not on {device}: a draw takes microseconds; leave "
-                "device out, and give it to the buffer"
-            )
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be a number >= 0, got {eps}")
-        if max_capacity is not None and operator.index(max_capacity) < 1:
-            raise ValueError(f"max_capacity must be at least 1, got {max_capacity}")
         self._eps = float(eps)
         self._dtype = dtype
         self.reduction = reduction

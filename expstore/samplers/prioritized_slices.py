@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from expstore.core.torchrl_keywords import PRIORITIZED_SLICES, check_keywords
 from expstore.core.values import Array, IntArray, Selection
 from expstore.errors import NotReadyError
+from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.samplers.slice_options import (
@@ -23,7 +25,6 @@ from expstore.samplers.slice_options import (
     Slicing,
     Span,
     none_is_long_enough,
-    refuse,
     trajectory_fields,
 )
 
@@ -58,21 +59,16 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         end_key: See there.
         end_keys: See there.
         traj_key: See there.
-        trajectory_key: See there.
-        cache_values: See there.
         truncated_key: See there.
         init_key: See there.
         strict_length: Let slices begin only where a whole one does; otherwise a shorter trajectory makes one
             slice, from its first row on.
         span: How many steps a slice may lack at its right. A left one is turned off with a warning.
         max_priority_within_buffer: As `PrioritizedSampler`.
-        ends: Not here; see `SliceSampler`.
-        trajectories: Not here.
-        compile: Not here.
-        use_gpu: Not here.
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
-            at all.
-        weight: By what the chance of each is multiplied: a numeric one; None: 1.
+            at all. A `Where` also says by what the chance of each row is multiplied.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Example:
         >>> sampler = PrioritizedSliceSampler(1000, alpha=0.7, beta=0.5, slice_len=4)
@@ -95,25 +91,23 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         end_key: NestedKey | None = None,
         end_keys: Sequence[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
-        trajectory_key: NestedKey | None = None,
-        cache_values: bool = False,
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
         strict_length: bool = True,
         span: Span = False,
         max_priority_within_buffer: bool = False,
-        ends: Any = None,
-        trajectories: Any = None,
-        compile: bool | dict[str, Any] = False,
-        use_gpu: Any = False,
-        where: str | None = None,
-        weight: str | None = None,
+        where: str | Where | None = None,
+        **torchrl: Any,
     ) -> None:
+        if "weight" in torchrl:
+            raise TypeError(
+                "PrioritizedSliceSampler takes a weight with the condition: where=expstore.Where(condition, "
+                "weight=...)"
+            )
+        check_keywords(self, torchrl, PRIORITIZED_SLICES)
         super().__init__(
-            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer,
-            where=where, weight=weight,
-        )  # fmt: skip
-        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
+            max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, where=where
+        )
         self.slicing = Slicing.of(
             num_slices=num_slices,
             slice_len=slice_len,
@@ -123,7 +117,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
             truncated_key=truncated_key,
             init_key=init_key,
         )
-        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key, trajectory_key))
+        self._trajectories = Trajectories(*trajectory_fields(end_key, end_keys, traj_key))
         self._starts = _Starts()
 
     def attach(self, storage: ReadView) -> None:

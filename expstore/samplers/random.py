@@ -12,6 +12,7 @@ import numpy as np
 
 from expstore.core.values import Selection
 from expstore.samplers.base import Sampler, readable
+from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
 
@@ -41,7 +42,7 @@ class RandomSampler(Sampler):
 
     counterpart = SamplerWithoutReplacement
 
-    def __init__(self, *, where: str | None = None, weight: str | None = None) -> None:
+    def __init__(self, *, where: str | Where | None = None, weight: str | None = None) -> None:
         super().__init__(where=where, weight=weight)
         self._begin()
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from expstore.core.values import Array, IntArray, Selection, Window
 from expstore.samplers.base import Sampler, readable
+from expstore.samplers.filter import Where
 from expstore.samplers.window_sum_tree import WindowTree, warm
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class RecencySampler(Sampler):
         half_life: float | None = None,
         newest: int | None = None,
         *,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
     ) -> None:
         super().__init__(where=where, weight=weight)

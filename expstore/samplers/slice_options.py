@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from expstore.errors import NotReadyError, StateError
 if TYPE_CHECKING:
     from expstore.storages.run_index import Runs
 
-__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "refuse", "trajectory_fields"]
+__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "trajectory_fields"]
 
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
@@ -242,27 +242,11 @@ def none_is_long_enough(lengths: IntArray, length: int) -> NotReadyError:
     )
 
 
-#: Options of TorchRL's samplers that have no meaning here, and why.
-_REFUSED = {
-    "ends": "the store knows where episodes end",
-    "trajectories": "the store knows its episodes",
-    "compile": "slices are found by compiled code",
-    "use_gpu": "slices are found faster than a device could be asked",
-}
-
-
-def refuse(**given: Any) -> None:
-    """Raise ValueError for options that have no meaning here."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise ValueError(f"{name} has no meaning here: {_REFUSED[name]}; leave it out")
-
-
 def trajectory_fields(
     end_key: NestedKey | None,
     end_keys: Sequence[NestedKey] | None,
     traj_key: NestedKey | None,
-    trajectory_key: NestedKey | None,
+    trajectory_key: NestedKey | None = None,
 ) -> tuple[Key | None, tuple[Key, ...] | None]:
     """Return the field that names trajectories and those that end them, as far as a user has said so."""
     if isinstance(end_keys, str) or (end_keys is not None and not end_keys):

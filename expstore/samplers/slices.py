@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from expstore.core.torchrl_keywords import SLICES, check_keywords
 from expstore.core.values import Array, IntArray, Selection
 from expstore.kernels.loader import compiling, load_in_background
 from expstore.samplers.base import Sampler
+from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
     Span,
     none_is_long_enough,
-    refuse,
     trajectory_fields,
 )
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
@@ -64,7 +65,6 @@ class SliceSampler(Sampler):
         traj_key: The field that names trajectories; None: as the store knows its episodes. For another one
             than the store's own a table is built when it is first needed, and kept current.
         trajectory_key: The same.
-        cache_values: There is nothing to cache: draws do not depend on the number of rows.
         truncated_key: Where the ends of slices are marked; None: nowhere.
         init_key: Where their beginnings are; None: nowhere.
         strict_length: Leave out trajectories that are shorter than a slice; otherwise they make short
@@ -73,22 +73,18 @@ class SliceSampler(Sampler):
             than a slice, as torchrl does; `("collector", "mask")` is False there.
         span: How many steps a slice may lack at its left and at its right, because it reaches beyond the
             trajectory there: a number, False for none, True for all but one, or a pair of these.
-        fragmented: Slices follow the episode, not the storage, with either value.
-        step_key: There is nothing to read: the store counts steps.
         by: Which law.
-        ends: Not here: the store knows where episodes end.
-        trajectories: Not here, for the same reason.
-        compile: Not here: it is compiled.
-        use_gpu: Not here: slices are found faster than a device could be asked.
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
             at all. By trajectory, every one in which a slice may begin has the same chance.
         weight: By what the chance of each place is multiplied, within its trajectory or in the store: a
             numeric one; None: 1.
         replacement: False makes a `SliceSamplerWithoutReplacement`, which takes its own arguments.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
-        TypeError: Not just one of `num_slices` and `slice_len` is given.
-        ValueError: An option does not fit the others, or has no meaning here.
+        TypeError: Not just one of `num_slices` and `slice_len` is given, or there is no such keyword.
+        ValueError: An option does not fit the others, or is not supported.
 
     Example:
         >>> sampler = SliceSampler(slice_len=4)
@@ -107,24 +103,18 @@ class SliceSampler(Sampler):
         end_keys: Sequence[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
         trajectory_key: NestedKey | None = None,
-        cache_values: bool = False,
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
         span: Span = False,
-        fragmented: bool = False,
-        step_key: NestedKey = "step_count",
         by: Law = "trajectory",
-        ends: Any = None,
-        trajectories: Any = None,
-        compile: bool | dict[str, Any] = False,
-        use_gpu: Any = False,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
+        **torchrl: Any,
     ) -> None:
+        check_keywords(self, torchrl, SLICES)
         super().__init__(where=where, weight=weight)
-        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         if by not in ("trajectory", "start"):
             raise ValueError(f"by must be 'trajectory' or 'start', got {by!r}")
         self.slicing = Slicing.of(

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from expstore.core.torchrl_keywords import SLICES_WITHOUT_REPLACEMENT, check_keywords
 from expstore.core.values import IntArray, Selection
+from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
-from expstore.samplers.slice_options import NestedKey, Slicing, none_is_long_enough, refuse, trajectory_fields
+from expstore.samplers.slice_options import NestedKey, Slicing, none_is_long_enough, trajectory_fields
 from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
@@ -47,14 +49,12 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         init_key: See there.
         strict_length: See there.
         shuffle: Draw trajectories in random order; otherwise in that of their episodes' ids.
-        ends: Not here; see `SliceSampler`.
-        trajectories: Not here.
-        compile: Not here.
-        use_gpu: Not here.
         where: At which rows a slice may begin: a boolean SQL expression over a row and its `episode`; None:
             at all. A pass is over the trajectories in which one may, and begins anew when their number
             changes.
         weight: Not taken: every trajectory comes once per pass.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=4)
@@ -79,15 +79,12 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         init_key: NestedKey | None = "is_init",
         strict_length: bool = True,
         shuffle: bool = True,
-        ends: Any = None,
-        trajectories: Any = None,
-        compile: bool | dict[str, Any] = False,
-        use_gpu: Any = False,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
+        **torchrl: Any,
     ) -> None:
+        check_keywords(self, torchrl, SLICES_WITHOUT_REPLACEMENT)
         super().__init__(drop_last, shuffle, where=where, weight=weight)
-        refuse(ends=ends, trajectories=trajectories, compile=compile, use_gpu=use_gpu)
         self.slicing = Slicing.of(
             num_slices=num_slices,
             slice_len=slice_len,

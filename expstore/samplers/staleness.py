@@ -20,6 +20,7 @@ from expstore.core.id_set import Gaps
 from expstore.core.values import IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
+from expstore.samplers.filter import Where
 from expstore.samplers.row_weights import RowMasses
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ class StalenessAwareSampler(Sampler):
         staleness_weight_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         version_key: str | tuple[str, ...] = "policy_version",
         *,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
     ) -> None:
         super().__init__(where=where, weight=weight)

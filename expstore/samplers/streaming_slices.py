@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core import tuning
+from expstore.core.torchrl_keywords import STREAMING_SLICES, check_keywords
 from expstore.core.values import IntArray, Selection
 from expstore.samplers.slice_options import NestedKey, Span
 from expstore.samplers.slices import SliceSampler
@@ -43,18 +44,17 @@ class StreamingSliceSampler(SliceSampler):
         end_key: As `SliceSampler`, as are the next ones.
         end_keys: See there.
         traj_key: See there.
-        cache_values: See there.
         truncated_key: See there.
         init_key: See there.
         strict_length: See there.
         pad_output: See there.
-        compile: See there.
         span: See there.
-        use_gpu: See there.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
         TypeError: `slice_len` is no integer.
-        ValueError: It is below 1; or an option has no meaning here.
+        ValueError: It is below 1; or an option is not supported.
 
     Example:
         >>> sampler = StreamingSliceSampler(slice_len=4)
@@ -71,15 +71,14 @@ class StreamingSliceSampler(SliceSampler):
         end_key: NestedKey | None = None,
         end_keys: Sequence[NestedKey] | None = None,
         traj_key: NestedKey | None = None,
-        cache_values: bool = False,
         truncated_key: NestedKey | None = ("next", "truncated"),
         init_key: NestedKey | None = "is_init",
         strict_length: bool = True,
         pad_output: bool = False,
-        compile: bool | dict[str, Any] = False,
         span: Span = False,
-        use_gpu: Any = False,
+        **torchrl: Any,
     ) -> None:
+        check_keywords(self, torchrl, STREAMING_SLICES)
         if isinstance(slice_len, bool) or not isinstance(slice_len, int):
             raise TypeError("slice_len must be a positive integer.")
         if slice_len < 1:
@@ -89,14 +88,11 @@ class StreamingSliceSampler(SliceSampler):
             end_key=end_key,
             end_keys=end_keys,
             traj_key=traj_key,
-            cache_values=cache_values,
             truncated_key=truncated_key,
             init_key=init_key,
             strict_length=strict_length,
             pad_output=pad_output,
-            compile=compile,
             span=span,
-            use_gpu=use_gpu,
         )
         self._mark = self._handed = 0
         self._part()

@@ -16,6 +16,7 @@ import numpy as np
 from expstore.core.values import IntArray, Selection, Window, cut_run
 from expstore.errors import NotFoundError
 from expstore.samplers.base import Sampler, refuse_weight
+from expstore.samplers.filter import Where
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -79,10 +80,10 @@ class SamplerWithoutReplacement(Sampler):
         drop_last: bool = False,
         shuffle: bool = True,
         *,
-        where: str | None = None,
+        where: str | Where | None = None,
         weight: str | None = None,
     ) -> None:
-        refuse_weight(self, weight, "every row comes once per pass")
+        refuse_weight(self, where, weight, "every row comes once per pass")
         super().__init__(where=where)
         self.drop_last = drop_last
         self.shuffle = shuffle

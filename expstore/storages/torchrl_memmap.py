@@ -12,15 +12,16 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from expstore.core.torchrl_keywords import MEMMAP_STORAGE, check_keywords
 from expstore.disk.files import Disk, File
 from expstore.disk.local_path import local_path
 from expstore.errors import ExpStoreError, StateError, StorageError
 from expstore.storages.engine.open_settings import Settings
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.snapshots.portable_storage import PortableStorage
-from expstore.storages.torchrl_options import find_device, find_seed, refuse
+from expstore.storages.torchrl_options import find_device, find_seed
 from expstore.storages.zarr import ZarrStorage
 
 if TYPE_CHECKING:
@@ -69,18 +70,18 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         ndim: How many dims of a batch are rows, time being the first; see `Storage`.
         existsok: Continue with the rows of a store that is there; `loads` or `empty` replaces them. Without
             it a folder that holds rows is refused.
-        compilable: Only False: torch.compile does not look into a storage.
-        shared_init: Only False: one process writes to a storage.
         auto_cleanup: Remove the folder when the storage is closed or forgotten, or the process ends; None: a
             temporary one only.
         seed: Key of all draws of a new store; None: a number from torch's generator, so that
             `torch.manual_seed` decides.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
         StateError: There is a store in the folder with other settings; or with rows, or one that
             `auto_cleanup` would remove, and `existsok` is False.
         LockedError: Somebody has it open.
-        ValueError: An argument is out of range, or has no meaning here.
+        ValueError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyMemmapStorage(1_000_000), batch_size=32)
@@ -96,12 +97,11 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         device: torch.device | str = "cpu",
         ndim: int = 1,
         existsok: bool = False,
-        compilable: bool = False,
-        shared_init: bool = False,
         auto_cleanup: bool | None = None,
         seed: int | None = None,
+        **torchrl: Any,
     ) -> None:
-        refuse(compilable=compilable, shared_init=shared_init)
+        check_keywords(self, torchrl, MEMMAP_STORAGE)
         self.device = find_device(device)
         if self.device is not None and self.device.type != "cpu":
             raise ValueError(

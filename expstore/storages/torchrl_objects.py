@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from expstore.core.torchrl_keywords import OBJECT_STORAGE, check_keywords
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.torchrl_options import find_device, find_seed, refuse
+from expstore.storages.torchrl_options import find_device, find_seed
 
 if TYPE_CHECKING:
     import torch
@@ -28,12 +29,13 @@ class ListStorage(MemoryStorage):
 
     Args:
         max_size: Most readable rows; None: unbounded.
-        compilable: Only False: torch.compile does not look into a storage.
         device: Where rows are handed out, if they can be moved; None: where they are.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
-        ValueError: An argument is out of range, or has no meaning here.
+        ValueError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=ListStorage(100), collate_fn=list, batch_size=2)
@@ -46,11 +48,11 @@ class ListStorage(MemoryStorage):
         self,
         max_size: int | None = None,
         *,
-        compilable: bool = False,
         device: torch.device | str | int | None = None,
         seed: int | None = None,
+        **torchrl: Any,
     ) -> None:
-        refuse(compilable=compilable)
+        check_keywords(self, torchrl, OBJECT_STORAGE)
         super().__init__(None if max_size is None else operator.index(max_size), seed=find_seed(seed))
         self.device = find_device(device)
 
@@ -62,13 +64,13 @@ class LazyStackStorage(ListStorage):
 
     Args:
         max_size: Most readable rows; None: unbounded.
-        compilable: Only False: torch.compile does not look into a storage.
         stack_dim: The dim of a stack along which its rows lie; negative: counted from its end.
         device: Where rows are handed out; None: where they are.
         seed: As `ListStorage`.
+        torchrl: As `ListStorage`.
 
     Raises:
-        ValueError: An argument is out of range, or has no meaning here.
+        ValueError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyStackStorage(100), batch_size=2)
@@ -80,10 +82,10 @@ class LazyStackStorage(ListStorage):
         self,
         max_size: int | None = None,
         *,
-        compilable: bool = False,
         stack_dim: int = 0,
         device: torch.device | str | int | None = None,
         seed: int | None = None,
+        **torchrl: Any,
     ) -> None:
-        super().__init__(max_size, compilable=compilable, device=device, seed=seed)
+        super().__init__(max_size, device=device, seed=seed, **torchrl)
         self.row_traits = replace(self.row_traits, stack_dim=operator.index(stack_dim))

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from expstore.core.geometry import RingGeometry
+from expstore.core.torchrl_keywords import OBJECT_STORAGE, TENSOR_STORAGE, check_keywords
 from expstore.core.values import Array
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.torchrl_options import find_device, find_seed, refuse
+from expstore.storages.torchrl_options import find_device, find_seed
 
 if TYPE_CHECKING:
     import torch
@@ -41,11 +42,12 @@ class TensorStorage(MemoryStorage):
         max_size: How long the first dim is, if it is to be checked.
         device: Where rows are handed out; they lie in host memory. "auto": there.
         ndim: How many dims are rows, time being the first; see `Storage`.
-        compilable: Only False: torch.compile does not look into a storage.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
-        ValueError: There are no rows, or not `max_size`; or an argument has no meaning here.
+        ValueError: There are no rows, or not `max_size`; or an argument is not supported.
         SchemaError: Rows of this kind cannot be kept.
 
     Example:
@@ -64,12 +66,12 @@ class TensorStorage(MemoryStorage):
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
-        compilable: bool = False,
         seed: int | None = None,
+        **torchrl: Any,
     ) -> None:
         from expstore.storages.indexing import append, rows_along
 
-        refuse(compilable=compilable)
+        check_keywords(self, torchrl, OBJECT_STORAGE)
         if storage is None:
             raise ValueError("Expected storage to be non-null.")
         shape = rows_along(storage, ndim)
@@ -114,14 +116,12 @@ class LazyTensorStorage(TensorStorage):
         max_size: Most readable rows.
         device: Where rows are handed out; they lie in host memory. "auto": there.
         ndim: How many dims of a batch are rows, time being the first; see `Storage`.
-        compilable: Only False: torch.compile does not look into a storage.
-        consolidated: Only False: every field lies in one array already.
-        shared_init: Only False: one process writes to a storage.
-        cleanup_memmap: Only True: it speaks of `shared_init`.
         seed: Key of all draws; None: a number from torch's generator, so that `torch.manual_seed` decides.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
-        ValueError: An argument is out of range, or has no meaning here.
+        ValueError: An argument is out of range, or not supported.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(1000), batch_size=32)
@@ -133,18 +133,10 @@ class LazyTensorStorage(TensorStorage):
         *,
         device: torch.device | str = "cpu",
         ndim: int = 1,
-        compilable: bool = False,
-        consolidated: bool = False,
-        shared_init: bool = False,
-        cleanup_memmap: bool = True,
         seed: int | None = None,
+        **torchrl: Any,
     ) -> None:
-        refuse(
-            compilable=compilable,
-            consolidated=consolidated,
-            shared_init=shared_init,
-            cleanup_memmap=not cleanup_memmap,
-        )
+        check_keywords(self, torchrl, TENSOR_STORAGE)
         # Not as rows that are there: these come later.
         MemoryStorage.__init__(self, operator.index(max_size), seed=find_seed(seed), ndim=ndim)
         self.device = find_device(device)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from expstore.core.members import Members
+from expstore.core.torchrl_keywords import WRITER, check_keywords
 from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
 from expstore.data.containers import stack_index
 from expstore.episodes.table import Steps
@@ -160,7 +161,7 @@ class RoundRobinWriter(Writer):
     """Append rows; in a ring the newest take the places of the oldest.
 
     Args:
-        compilable: False; nothing here is traced by `torch.compile`.
+        compilable: Only False: `torch.compile` does not trace writers.
         track_generations: Let samples carry `index_generation`, for `update_if_present`; `id` does the same.
 
     Example:
@@ -170,7 +171,7 @@ class RoundRobinWriter(Writer):
     keeps_keys = True
 
     def __init__(self, compilable: bool = False, *, track_generations: bool = False) -> None:
-        _refuse_compilable(compilable)
+        check_keywords(self, {"compilable": compilable}, WRITER)
         self.tracks_generations = track_generations
 
     def write(
@@ -205,14 +206,14 @@ class ImmutableDatasetWriter(Writer):
     """Refuse new rows, for data that is complete; `set_writer` returns the writer that takes some.
 
     Args:
-        compilable: False; nothing here is traced by `torch.compile`.
+        compilable: Only False: `torch.compile` does not trace writers.
 
     Example:
         >>> former = rb.set_writer(ImmutableDatasetWriter())
     """
 
     def __init__(self, compilable: bool = False) -> None:
-        _refuse_compilable(compilable)
+        check_keywords(self, {"compilable": compilable}, WRITER)
 
     def check(self) -> None:
         """Refuse.
@@ -282,7 +283,8 @@ class TensorDictMaxValueWriter(Writer):
             float64, NaN ranks below all.
         reduction: How several values of a row become one: "sum", "max", "min", "mean" or "median" (the
             lower one of an even number).
-        compilable: False; nothing here is traced by `torch.compile`.
+        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
+            refused with the reason.
 
     Raises:
         ValueError: There is no such reduction.
@@ -299,9 +301,9 @@ class TensorDictMaxValueWriter(Writer):
         self,
         rank_key: str | tuple[str, ...] | None = None,
         reduction: Reduction = "sum",
-        compilable: bool = False,
+        **torchrl: Any,
     ) -> None:
-        _refuse_compilable(compilable)
+        check_keywords(self, torchrl, WRITER)
         if reduction not in get_args(Reduction):
             known = ", ".join(map(repr, get_args(Reduction)))
             raise ValueError(f"reduction {reduction!r} is unknown; use one of {known}")
@@ -538,11 +540,6 @@ def _end_ranking(storage: Storage, ranking: Ranking) -> None:
             hint="use TensorDictMaxValueWriter, or empty() the store first",
         )
     storage.settings.rank_by(None)
-
-
-def _refuse_compilable(compilable: bool) -> None:
-    if compilable:
-        raise ValueError("compilable=True has no meaning here: nothing is traced; leave it False")
 
 
 class WriterEnsemble(Members):

@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torchrl.data.replay_buffers as theirs
 
 import expstore
+from expstore.core import torchrl_keywords
 from tests.support.paths import ROOT
+from tests.support.shape import count_own_parameters
 from tests.support.torchrl_names import MODULES, NAMES, module, their
 
 DOCUMENT = ROOT / "docs" / "torchrl.md"
@@ -118,27 +121,28 @@ def first_by_name(parameters: Iterable[inspect.Parameter]) -> dict[str, inspect.
     return found
 
 
+_VOID = "taken at its default, otherwise refused with the reason"
 _COMPILE = "nothing here is compiled with torch.compile"
+
+#: Parameters of TorchRL's that our signatures do not have, and `**torchrl` takes.
+THROUGH_TORCHRL = {
+    **dict.fromkeys(BUFFERS, torchrl_keywords.BUFFER),
+    "ReplayBufferEnsemble": torchrl_keywords.ENSEMBLE,
+    "SliceSampler": torchrl_keywords.SLICES,
+    "SliceSamplerWithoutReplacement": torchrl_keywords.SLICES_WITHOUT_REPLACEMENT,
+    "PrioritizedSliceSampler": torchrl_keywords.PRIORITIZED_SLICES,
+    "StreamingSliceSampler": torchrl_keywords.STREAMING_SLICES,
+    "TensorStorage": torchrl_keywords.OBJECT_STORAGE,
+    "LazyTensorStorage": torchrl_keywords.TENSOR_STORAGE,
+    "LazyMemmapStorage": torchrl_keywords.MEMMAP_STORAGE,
+    "ListStorage": torchrl_keywords.OBJECT_STORAGE,
+    "LazyStackStorage": torchrl_keywords.OBJECT_STORAGE,
+    "TensorDictMaxValueWriter": torchrl_keywords.WRITER,
+}
 
 #: Parameters of TorchRL's that ours do not have.
 LESS: dict[str, dict[str, str]] = {
-    name: dict.fromkeys(
-        (
-            *("checkpointer", "compilable", "delayed_init", "sampler_device", "service_backend"),
-            *("service_backend_options", "shared", "sync", "transport", "transport_options"),
-        ),
-        "taken at their defaults, otherwise refused with the reason",
-    )
-    for name in BUFFERS
-} | {
-    "ReplayBufferEnsemble": dict.fromkeys(
-        (
-            *("checkpointer", "compilable", "consume_after_n_samples", "delayed_init", "dim_extend"),
-            *("pin_memory", "prefetch", "sample_unit", "sampler", "service_backend", "storage", "writer"),
-            *("service_backend_options", "shared", "transform_factory", "transport", "transport_options"),
-        ),
-        "taken at their defaults, otherwise its members' affair, or refused with the reason",
-    ),
+    **{name: dict.fromkeys(keywords, _VOID) for name, keywords in THROUGH_TORCHRL.items()},
     **{
         name: {"_encode_memo_dict": "encoding keeps nothing"}
         for name in ("Bounded", "TensorSpec", "Unbounded", "UnboundedContinuous", "UnboundedDiscrete")
@@ -179,31 +183,88 @@ def test_constructors_take_torchrls_arguments(name: str) -> None:
     assert positional(ours.values())[: len(positions)] == positions
 
 
-#: Values that ask for what has no meaning here.
+#: Values that ask for what does not exist here; keywords without one are accepted with every value.
 ASKED: dict[str, object] = {
     "checkpointer": object(),
+    "cleanup_memmap": False,
     "compilable": True,
+    "compile": {"mode": "default"},
+    "consolidated": True,
+    "consume_after_n_samples": 2,
     "delayed_init": True,
+    "dim_extend": 1,
+    "ends": torch.ones(3, dtype=torch.bool),
+    "pin_memory": True,
+    "prefetch": 2,
+    "sample_unit": object(),
+    "sampler": object(),
     "sampler_device": "cuda",
     "service_backend": "ray",
     "service_backend_options": {"max_restarts": 1},
     "shared": True,
+    "shared_init": True,
+    "storage": object(),
     "sync": False,
+    "trajectories": torch.zeros(3),
+    "transform_factory": object(),
     "transport": "distributed",
     "transport_options": {"port": 1},
+    "use_gpu": torch.device("cuda"),
+    "writer": object(),
+}
+#: Keywords that make no difference here, and values that programs give them.
+EITHER: dict[str, list[object]] = {
+    "cache_values": [True, False],
+    "fragmented": [True, False],
+    "step_key": ["step_count", ("next", "step_count"), None],
+}
+#: What the classes cannot do without, beside the buffers.
+NEEDED: dict[str, dict[str, Any]] = {
+    **BUFFERS,
+    "SliceSampler": {"slice_len": 2},
+    "SliceSamplerWithoutReplacement": {"slice_len": 2},
+    "PrioritizedSliceSampler": {"max_capacity": 10, "alpha": 0.7, "beta": 0.9, "slice_len": 2},
+    "StreamingSliceSampler": {"slice_len": 2},
+    "TensorStorage": {"storage": torch.zeros(3)},
+    "LazyTensorStorage": {"max_size": 10},
+    "LazyMemmapStorage": {"max_size": 10},
+    "ListStorage": {"max_size": 10},
+    "LazyStackStorage": {"max_size": 10},
+    "TensorDictMaxValueWriter": {},
 }
 
 
-@pytest.mark.parametrize("name", BUFFERS)
+def test_every_void_keyword_is_tried() -> None:
+    tried = {keyword for keywords in THROUGH_TORCHRL.values() for keyword in keywords}
+    assert tried == ASKED.keys() | EITHER.keys()
+    assert not ASKED.keys() & EITHER.keys()
+    assert torchrl_keywords.VOID.keys() - tried == set(torchrl_keywords.PRIORITIZED)
+
+
+@pytest.mark.parametrize("name", THROUGH_TORCHRL)
 def test_what_has_no_meaning_is_refused_but_for_its_default(name: str) -> None:
-    make = partial(getattr(expstore, name), **BUFFERS[name])
-    for parameter in constructors(getattr(theirs, name)):
-        if parameter.name in LESS[name]:
-            make(**{parameter.name: parameter.default})
-            with pytest.raises(ValueError, match=rf"(?s){parameter.name}.{{20,}}"):
-                make(**{parameter.name: ASKED[parameter.name]})
-    with pytest.raises(TypeError, match="no_such_keyword"):
+    needed = NEEDED.get(name, {})
+    make: Any = partial(getattr(expstore, name), **needed)
+    if name == "ReplayBufferEnsemble":
+        make = partial(expstore.ReplayBufferEnsemble, expstore.ReplayBuffer())
+    defaults = {one.name: one.default for one in constructors(getattr(theirs, name))}
+    for keyword in THROUGH_TORCHRL[name]:
+        if keyword in defaults:
+            make(**{keyword: defaults[keyword]})
+        for value in EITHER.get(keyword, ()):
+            make(**{keyword: value})
+        if keyword in ASKED:
+            with pytest.raises(ValueError, match=rf"(?s){name} does not support {keyword}=.{{20,}}"):
+                make(**{keyword: ASKED[keyword]})
+    every = {keyword: default for keyword, default in defaults.items() if keyword in THROUGH_TORCHRL[name]}
+    make(**every)
+    with pytest.raises(TypeError, match=f"{name} got an unexpected keyword argument 'no_such_keyword'"):
         make(no_such_keyword=1)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in OFFERED if name.endswith("Sampler")))
+def test_samplers_have_few_parameters_of_their_own(name: str) -> None:
+    assert count_own_parameters(getattr(expstore, name)) <= 16
 
 
 def members(cls: type) -> set[str]:

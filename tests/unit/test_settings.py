@@ -52,7 +52,7 @@ def test_open_has_few_parameters_of_its_own() -> None:
 @pytest.mark.parametrize("name", FORMER)
 def test_former_keywords_are_not_taken(store_path: Path, name: str) -> None:
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-        expstore.open(store_path, **{name: None})
+        expstore.open(store_path, **{name: None})  # type: ignore[arg-type]
     assert os.listdir(store_path.parent) == []
 
 
@@ -184,6 +184,7 @@ def test_both_forms_make_the_same_store(tmp_path: Path, short: dict[str, Any], f
     made = []
     for name, settings in (("short", short), ("full", full)):
         with expstore.open(tmp_path / name, seed=1, **settings) as rb:
+            assert rb.storage.manifest is not None
             made.append(rb.storage.manifest.replace(uuid="", created=0.0))
     assert made[0] == made[1]
     for name in ("short", "full"):

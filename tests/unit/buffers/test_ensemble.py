@@ -413,7 +413,7 @@ def test_what_is_no_ensemble() -> None:
         StorageEnsemble(MemoryStorage(3), transforms=[])
     with pytest.raises(RuntimeError, match="Cannot pass both `p` argument and `sample_from_all=True`"):
         ensemble(p=[1, 1, 1], sample_from_all=True)
-    with pytest.raises(ValueError, match="prefetch means nothing here"):
+    with pytest.raises(ValueError, match="does not support prefetch="):
         ensemble(prefetch=2)
     assert len(ensemble(prefetch=0, pin_memory=False, shared=False)) == 3
     with pytest.raises(ValueError, match="shared"):

@@ -198,7 +198,7 @@ def test_what_is_refused() -> None:
             PrioritizedSampler(**wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="float16"):
         PrioritizedSampler(dtype=torch.float16)
-    with pytest.raises(ValueError, match="max_capacity must be at least 1"):
+    with pytest.raises(ValueError, match="max_capacity=0: it is a number of rows, at least 1"):
         PrioritizedSampler(0)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(2), sampler=PrioritizedSampler(eps=0), batch_size=2)
     rb.extend(numbered_rows(2))

@@ -1,0 +1,175 @@
+"""TorchRL's keywords that have no effect in this library.
+
+A program that was written for TorchRL may pass any keyword that TorchRL's class has. Most keywords mean the
+same here; this module knows the others. Public constructors take them as `**torchrl` and pass them on to
+`check_keywords`: values that ask for nothing are accepted, all others are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "BUFFER",
+    "ENSEMBLE",
+    "MEMMAP_STORAGE",
+    "OBJECT_STORAGE",
+    "PRIORITIZED",
+    "PRIORITIZED_SLICES",
+    "SLICES",
+    "SLICES_WITHOUT_REPLACEMENT",
+    "STREAMING_SLICES",
+    "TENSOR_STORAGE",
+    "VOID",
+    "WRITER",
+    "VoidKeyword",
+    "check_keywords",
+]
+
+
+@dataclass(frozen=True)
+class VoidKeyword:
+    """A keyword of TorchRL that has no effect here.
+
+    Args:
+        reason: Why a value that asks for something is refused.
+        accepts: Whether a value asks for nothing.
+    """
+
+    reason: str
+    accepts: Callable[[Any], bool]
+
+
+def one_of(*harmless: Any) -> Callable[[Any], bool]:
+    """Return a function that accepts these values; a device counts as its name."""
+
+    def accepts(value: Any) -> bool:
+        return any(value is one or (isinstance(one, str) and str(value) == one) for one in harmless)
+
+    return accepts
+
+
+def is_anything(value: Any) -> bool:
+    """Accept every value: results are the same with each of them."""
+    return True
+
+
+def is_cpu(value: Any) -> bool:
+    """Accept the CPU, and None."""
+    return value is None or str(value).partition(":")[0] == "cpu"
+
+
+def is_size(value: Any) -> bool:
+    """Accept a number of rows, and None."""
+    return value is None or operator.index(value) >= 1
+
+
+_UNSET = one_of(None, False)
+_SERVICE = "a buffer has no service behind it; `expstore serve` shares a store over HTTP"
+_MEMBERS = "the members of the ensemble have their own; give it to them"
+
+VOID: dict[str, VoidKeyword] = {
+    # Buffers
+    "checkpointer": VoidKeyword(
+        "dumps() writes versions of the store itself, with what has changed only", one_of(None)
+    ),
+    "delayed_init": VoidKeyword(
+        "the parts are made with the buffer; a buffer over a store on disk can be pickled as it is", _UNSET
+    ),
+    "sampler_device": VoidKeyword("priorities are drawn on the CPU, in microseconds", one_of(None, "cpu")),
+    "service_backend": VoidKeyword(_SERVICE, one_of("direct")),
+    "service_backend_options": VoidKeyword(_SERVICE, one_of(None)),
+    "shared": VoidKeyword(
+        "keep the rows on disk, expstore.open(path); other processes read them with mode='r', and a buffer "
+        "that is pickled or forked does so by itself",
+        one_of(False),
+    ),
+    "sync": VoidKeyword(
+        "the store keeps the priorities; to sample beside a writing process, open the store with mode='r'",
+        one_of(True),
+    ),
+    "transport": VoidKeyword(_SERVICE, one_of("auto", "direct")),
+    "transport_options": VoidKeyword(_SERVICE, one_of(None)),
+    # Ensembles
+    "consume_after_n_samples": VoidKeyword(_MEMBERS, one_of(None)),
+    "dim_extend": VoidKeyword(_MEMBERS, one_of(None)),
+    "pin_memory": VoidKeyword(_MEMBERS, _UNSET),
+    "prefetch": VoidKeyword(_MEMBERS, one_of(None, 0)),
+    "sample_unit": VoidKeyword(_MEMBERS, one_of(None)),
+    "sampler": VoidKeyword(_MEMBERS, one_of(None)),
+    "storage": VoidKeyword(_MEMBERS, one_of(None)),
+    "transform_factory": VoidKeyword(_MEMBERS, one_of(None)),
+    "writer": VoidKeyword(_MEMBERS, one_of(None)),
+    # Storages, writers and buffers
+    "compilable": VoidKeyword(
+        "torch.compile does not trace storages and writers; call extend and sample outside of compiled code",
+        _UNSET,
+    ),
+    "cleanup_memmap": VoidKeyword("it belongs to shared_init, which is not supported", one_of(True)),
+    "consolidated": VoidKeyword("each field is kept in one array already", _UNSET),
+    "shared_init": VoidKeyword(
+        "one process writes to a storage; open a store on disk by expstore.open(path), and by mode='r' in "
+        "the other processes",
+        _UNSET,
+    ),
+    # Samplers
+    "cache_values": VoidKeyword("nothing needs a cache", is_anything),
+    "compile": VoidKeyword("slices are found by compiled code already", _UNSET),
+    "device": VoidKeyword(
+        "priorities are kept in host memory, where a draw takes microseconds; give the device to the buffer",
+        is_cpu,
+    ),
+    "ends": VoidKeyword("the store knows where episodes end", _UNSET),
+    "fragmented": VoidKeyword("slices follow the episode wherever its rows are", is_anything),
+    "max_capacity": VoidKeyword("it is a number of rows, at least 1", is_size),
+    "step_key": VoidKeyword("the store counts steps itself", is_anything),
+    "trajectories": VoidKeyword("the store knows its episodes", _UNSET),
+    "use_gpu": VoidKeyword(
+        "slices are found faster than a device could be asked", one_of(None, False, "cpu")
+    ),
+}
+
+#: The void keywords of each kind of class.
+BUFFER = (
+    *("checkpointer", "compilable", "delayed_init", "sampler_device", "service_backend"),
+    *("service_backend_options", "shared", "sync", "transport", "transport_options"),
+)
+ENSEMBLE = (
+    *BUFFER,
+    *("consume_after_n_samples", "dim_extend", "pin_memory", "prefetch", "sample_unit", "sampler", "storage"),
+    *("transform_factory", "writer"),
+)
+OBJECT_STORAGE = ("compilable",)
+MEMMAP_STORAGE = ("compilable", "shared_init")
+TENSOR_STORAGE = ("cleanup_memmap", "compilable", "consolidated", "shared_init")
+WRITER = ("compilable",)
+#: These have a place in TorchRL's signature, and so in ours.
+PRIORITIZED = ("device", "max_capacity")
+STREAMING_SLICES = ("cache_values", "compile", "use_gpu")
+SLICES_WITHOUT_REPLACEMENT = ("compile", "ends", "trajectories", "use_gpu")
+PRIORITIZED_SLICES = (*SLICES_WITHOUT_REPLACEMENT, "cache_values")
+SLICES = (*PRIORITIZED_SLICES, "fragmented", "step_key")
+
+
+def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Check the keywords that a constructor was given beyond its own.
+
+    Args:
+        owner: The object that is made.
+        given: The keywords with their values.
+        known: Names of void keywords that TorchRL's class has.
+
+    Raises:
+        TypeError: TorchRL's class has no such keyword.
+        ValueError: The value asks for something that does not exist here.
+    """
+    kind = type(owner).__name__
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
+        void = VOID[name]
+        if not void.accepts(value):
+            raise ValueError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")
