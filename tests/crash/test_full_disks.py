@@ -394,7 +394,7 @@ def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -
 
 
 def test_the_limit_is_checked(store_path: Path) -> None:
-    with pytest.raises(ValueError, match="min_free_bytes must not be negative, got -1"):
+    with pytest.raises(ValueError, match="min_free_bytes must be at least 0, got -1"):
         expstore.open(store_path, durability=expstore.Durability(min_free_bytes=-1))
 
 

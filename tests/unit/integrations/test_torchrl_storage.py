@@ -341,7 +341,7 @@ def test_changes_that_would_reach_copies_only_are_refused(storage: ExpStorage) -
     [
         (lambda: {"writer": theirs.TensorDictMaxValueWriter(rank_key="key")}, "places rows elsewhere"),
         (lambda: {"writer": theirs.RoundRobinWriter(compilable=True)}, "not compilable"),
-        (lambda: {"sampler": ConsumingSampler()}, "consume_after_n_samples"),
+        (lambda: {"sampler": ConsumingSampler()}, "expstore.ConsumingSampler"),
         (lambda: {"checkpointer": theirs.TensorStorageCheckpointer()}, "dumps.. writes versions"),
     ],
 )
