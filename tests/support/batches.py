@@ -237,7 +237,10 @@ def buffer_factory(kind: str, folder: Path) -> Iterator[Callable[..., TensorDict
         nonlocal count
         if kind == "zarr":
             count += 1
-            return expstore.open(folder / f"{count}.exp", capacity=capacity, seed=3, **options)
+            batches = {name: options.pop(name) for name in ("device", "prefetch") if name in options}
+            return expstore.open(
+                folder / f"{count}.exp", capacity=capacity, seed=3, batches=batches, **options
+            )
         storage = MemoryStorage(capacity, seed=3)
         flatten_dims(storage)
         return TensorDictReplayBuffer(storage=storage, with_ids=True, **options)

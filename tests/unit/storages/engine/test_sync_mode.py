@@ -371,7 +371,7 @@ def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
         assert rb.stats()["durability"] == "sync"
     with expstore.open(store_path) as rb:  # this handle's, not the store's
         assert rb.stats()["durability"] == "process"
-    with pytest.raises(ValueError, match="'paranoid' is unknown; use 'process' or 'sync'"):
+    with pytest.raises(ValueError, match="'paranoid' is unknown; use 'process', 'sync'"):
         expstore.open(store_path, durability="paranoid")  # type: ignore[arg-type]
 
 
