@@ -52,7 +52,7 @@ def filled(path: Path, episodes: int, **more: Any) -> None:
             frames = torch.full((ROWS, 2048), number, dtype=torch.uint8)
             ends = {"done": done, "terminated": done}
             rows: Any = {"frame": frames, "number": torch.full((ROWS,), number), "next": ends}
-            if more.get("storage") == "arrow":
+            if more.get("layout") == "arrow":
                 rows["frame"] = NonTensorStack(*[[number] * (step % 5 + 1) for step in range(ROWS)])
             rb.extend(TensorDict(rows, [ROWS]))
 

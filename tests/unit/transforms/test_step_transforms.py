@@ -477,7 +477,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: CatFrames(0, -1), "N must be a positive whole number"),
     "keys": (lambda: CatFrames(2, -1, ["a", "b"], ["a"]), "must be as many, got 2 and 1"),
     "gamma": (lambda: Reward2GoTransform(None), "is no discount"),
-    "traj": (lambda: NextStateReconstructor(traj_key="run"), r"traj_key='run' means nothing here.*traj_key="),
+    "traj": (lambda: NextStateReconstructor(traj_key="run"), r"traj_key='run' means nothing here.*episodes="),
     "count": (lambda: NextStateReconstructor(step_count_key="n"), "step_count_key='n' means nothing"),
     "strict": (lambda: NextStateReconstructor(strict=False), "strict=False means nothing here"),
     "no discount": (
