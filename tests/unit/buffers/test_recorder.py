@@ -338,7 +338,7 @@ def test_other_fields_than_the_rows_have(tmp_path: Path) -> None:
 
 
 def test_fields_without_a_fixed_size_are_refused(tmp_path: Path) -> None:
-    with expstore.open(tmp_path / "a.exp", storage="arrow") as rb:
+    with expstore.open(tmp_path / "a.exp", layout="arrow") as rb:
         rb.add({"observation": OBSERVATION, "text": "some"})
         with rb.record() as episode, pytest.raises(SchemaError, match="text.*fixed size"):
             episode.step(*steps(1)[0])

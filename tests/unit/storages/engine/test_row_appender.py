@@ -184,7 +184,12 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "settings",
-    [{"durability": "sync"}, {"archive": "archive.exp"}, {"traj_key": "action"}, {"reward_reduce": "mean"}],
+    [
+        {"durability": "sync"},
+        {"archive": "archive.exp"},
+        {"episodes": {"traj": "action"}},
+        {"episodes": {"reward_reduce": "mean"}},
+    ],
     ids=str,
 )
 def test_where_more_has_to_be_done_rows_take_the_ordinary_way(
@@ -196,7 +201,7 @@ def test_where_more_has_to_be_done_rows_take_the_ordinary_way(
     with opened(tmp_path / "a.exp", **settings) as rb, rb.record("env-0") as episode:
         for number in range(4):
             step(episode, number)
-    assert sum(found) == (3 if "reward_reduce" in settings else 0)
+    assert sum(found) == (3 if "reward_reduce" in str(settings) else 0)
     with opened(tmp_path / "a.exp") as rb:
         assert rb[:]["action"].tolist() == [0, 1, 2, 3]
 
