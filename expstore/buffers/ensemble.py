@@ -1,13 +1,13 @@
 """Several buffers sampled as one, and written to by a key that says which.
 
-Built on buffers: members stay what they are, and can be used by themselves. It keeps no rows and no files of
-its own.
+Members are buffers, and can be used by themselves. An ensemble keeps no rows and no files of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal, Self
@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import check_batch_size, refuse
+from expstore.buffers.batch_builder import along
 from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
 from expstore.buffers.ensemble_routing import Route
-from expstore.buffers.ensemble_updates import MemberPatching
-from expstore.buffers.idempotency import make_key
-from expstore.buffers.indexing import along
+from expstore.buffers.ingest import make_key
 from expstore.buffers.open_streams import Tails
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
-from expstore.buffers.torchrl_service import Direct
+from expstore.buffers.updates import ConditionalUpdateResult, Patch, check_can_update, leaves_of
 from expstore.core.members import find_members
-from expstore.core.values import IntArray
+from expstore.core.values import IntArray, key_name
 from expstore.data.containers import stack
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import StateError
+from expstore.errors import SchemaError, StateError
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
 from expstore.transforms import Compose
@@ -43,7 +43,7 @@ __all__ = ["ReplayBufferEnsemble"]
 _CHOICE = 1 << 62
 
 
-class ReplayBufferEnsemble(MemberPatching, Direct):
+class ReplayBufferEnsemble:
     """Sample several buffers as one.
 
     A batch has two batch dims: parts, and the rows of each, all of one member. `("index", "buffer_ids")` says
@@ -186,7 +186,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         return Draws(key, _CHOICE).generator(sum(rb.storage.draws.number for rb in self._rbs))
 
     def _counts(self, size: int) -> list[int]:
-        return [rb._sampler.sampleable(rb.storage, size) for rb in self._rbs]
+        return [rb.count_candidates(size) for rb in self._rbs]
 
     def _parts(self, chosen: IntArray, size: int) -> tuple[list[Any], list[TensorDict]]:
         """Draw the parts of a batch, those of one member by one draw."""
@@ -344,6 +344,82 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             count += self._rbs[member].update_priority(rows[mine], np.array(values[mine], np.float32))
         return count
 
+    def update_if_present(
+        self,
+        *,
+        index: TensorDictBase,
+        generation: torch.Tensor,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Change fields of those rows that are still there; no other row is ever reached.
+
+        Args:
+            index: Which rows: `buffer_ids` and `index`, as samples have them below `"index"`, and as `extend`
+                returns them.
+            generation: Their `index_generation`. In the shape of `buffer_ids`.
+            patch: New values by key. In that shape, then that of the field.
+            version_key: As the members' `update_if_present`, as are the next two.
+            version: As there.
+            require_newer: As there.
+
+        Returns:
+            What was done with each row, in that shape.
+
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: Values do not fit; patches of members before are applied.
+            StateError: A member's writer does not track generations; nothing was changed.
+            TypeError: Members are not named by integers.
+            ValueError: There is no such member; nothing was changed.
+        """
+        members, rows = pairs(index, len(self._rbs))
+        shape = index.get("buffer_ids").shape
+        generations = torch.as_tensor(generation).reshape(-1).cpu().numpy()
+        if generations.size != members.size:
+            raise SchemaError(
+                "generation and routed index metadata must address the same number of records, got "
+                f"{generations.size} and {members.size}"
+            )
+        fields = {key: _flat(key_name(key), value, shape) for key, value in leaves_of(patch).items()}
+        several = torch.as_tensor(version).numel() > 1 if version is not None else False
+        versions = torch.as_tensor(version).reshape(-1) if several else version
+        for rb in self._rbs:
+            check_can_update(rb.storage, rb.writer, by_index=True)
+        updated = torch.zeros(members.size, dtype=torch.bool)
+        rejected = None if version_key is None else torch.zeros_like(updated)
+        for member in np.unique(members).tolist():
+            mine = torch.from_numpy(np.flatnonzero(members == member))
+            found = self._rbs[member].update_if_present(
+                index=rows[mine.numpy()],
+                generation=generations[mine.numpy()],
+                patch={key: values[mine] for key, values in fields.items()},
+                version_key=version_key,
+                version=versions[mine] if several else version,
+                require_newer=require_newer,
+            )
+            updated[mine] = found.updated
+            if rejected is not None and found.version_rejected is not None:
+                rejected[mine] = found.version_rejected
+        return ConditionalUpdateResult(
+            updated.reshape(shape), None if rejected is None else rejected.reshape(shape)
+        )
+
+    def submit_update_if_present(self, **patch: Any) -> Future[ConditionalUpdateResult]:
+        """Call `update_if_present`, and return its result or error as a future that is done.
+
+        Args:
+            patch: As in `update_if_present`.
+        """
+        done: Future[ConditionalUpdateResult] = Future()
+        try:
+            done.set_result(self.update_if_present(**patch))
+        except Exception as exc:
+            done.set_exception(exc)
+        return done
+
     def end_streams(
         self,
         *,
@@ -370,7 +446,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """
         tails = Tails(end_key, terminated_key, truncated_key)
         for rb in self._rbs:
-            tails.check(rb.storage, rb._sampler)
+            tails.check(rb.storage, rb.sampler)
         for rb in self._rbs:
             if len(rb.storage):
                 tails.close(rb.storage)
@@ -541,6 +617,13 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """Whether no member has been closed."""
         return all(rb.is_alive for rb in self._rbs)
 
+    service_backend = property(torchrl_service.service_backend)
+    start = torchrl_service.start
+    client = torchrl_service.client
+    share = torchrl_service.share
+    synchronize = torchrl_service.synchronize
+    shutdown = torchrl_service.shutdown
+
     def __enter__(self) -> Self:
         return self
 
@@ -628,3 +711,13 @@ def _assembled(
             storages, samplers, writers, transforms, fns, strict=True
         )
     )
+
+
+def _flat(name: str, value: Any, shape: torch.Size) -> torch.Tensor:
+    """Return values of rows in one dim."""
+    values = torch.as_tensor(value).cpu()
+    if values.shape[: len(shape)] != shape:
+        raise SchemaError(
+            f"Patch entry {name!r} must start with shape {tuple(shape)}, got {tuple(values.shape)}."
+        )
+    return values.reshape(shape.numel(), *values.shape[len(shape) :])

@@ -1,22 +1,23 @@
 """The replay buffers: storage, sampler and writer put together, batches in and out.
 
-What users hold. The two data paths, `extend` and `sample`, read from top to bottom here; everything
-they call is in the layers below.
+What users hold. A buffer owns its parts and passes each call to one of them: `Ingest` appends, `Sampling`
+draws, `StoredRows` reads by index, `RowUpdates` changes rows, all of them on one `StoreHandle`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_leaves
 
-from expstore.buffers import idempotency
-from expstore.buffers.add_column import LateFields
+from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import (
     called,
     check_batch_size,
@@ -25,44 +26,47 @@ from expstore.buffers.arguments import (
     made,
     refuse,
 )
-from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
-from expstore.buffers.episodes import remote_session
-from expstore.buffers.indexing import ShapingHandle, to_array
+from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.columns import Columns
+from expstore.buffers.domain_checks import row_text, specs_of
+from expstore.buffers.episodes import Episodes
+from expstore.buffers.indexing import RowIndex, StoredRows
+from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
-from expstore.buffers.read_limits import READ_LIMIT
-from expstore.buffers.rng import Turn
+from expstore.buffers.retention import Retention
+from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.snapshots import Snapshots
+from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
-from expstore.buffers.torchrl_service import Direct
-from expstore.buffers.updates import Patching
-from expstore.core.idempotency import WriteKey
+from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
 from expstore.core.rate_limiters import RateLimiter
-from expstore.core.values import Array, IntArray, Key, Selection
-from expstore.data.batch import Batch, Intake, StepReader, is_plain
-from expstore.data.containers import stack_index
-from expstore.episodes.annotations import pack_info
-from expstore.errors import SchemaError, StateError
+from expstore.core.values import to_key
+from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
+from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
-from expstore.samplers.torchrl_adapter import adapt
-from expstore.schema.row_selection import pick
+from expstore.samplers.torchrl_adapter import adapt, given
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
-from expstore.storages.indexing import OVERTAKEN, PATIENCE, prepare
+from expstore.storages.base import Hook
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, closed_error, unmoved
 from expstore.storages.sessions import end_episodes
+from expstore.storages.snapshots.catalog import Version
+from expstore.storages.stats import describe
 from expstore.trajectories.search import find_trajectories
-from expstore.transforms import StepView
-from expstore.writers.writers import Writer, default_writer
+from expstore.transforms import Compose
+from expstore.writers.writers import Writer
+
+if TYPE_CHECKING:
+    from expstore.specs import Composite
+    from expstore.sql.index import Result
 
 __all__ = ["ReplayBuffer"]
 
-_LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
-_TRANSFORMS = 1 << 40  # stands where a redraw has its number: what transforms draw is of no draw of rows
 
-
-class ReplayBuffer(Patching, LateFields, Direct):
+class ReplayBuffer:
     """Store transitions and sample batches of them.
 
     Threads: any number may sample while one writes; writers wait for one another. Processes: one
@@ -105,11 +109,6 @@ class ReplayBuffer(Patching, LateFields, Direct):
         torch.Size([2, 3])
     """
 
-    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_read_of", "_iterator")
-    _reader: StepReader | None = None
-    _read_of: Schema | None = None  # what it reads rows of
-    _iterator: Iterator[Any] | None = None
-
     def __init__(
         self,
         *,
@@ -128,34 +127,58 @@ class ReplayBuffer(Patching, LateFields, Direct):
         consume_after_n_samples: int | None = None,
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
+        _style: RowStyle | None = None,
         **torchrl: Any,
     ) -> None:
         refuse(type(self).__name__, torchrl)
-        self.shared = False
-        self._domain = NO_DOMAIN
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory, device=device)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        drawing = None if sampler is None else adapt(called(sampler, "sample"))
-        check_predictable(batch_size, drawing)
-        self._unit = check_unit(sample_unit, drawing)
-        kept = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
-        self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
-        super().__init__(
-            kept,
-            consume_after(consume_after_n_samples, drawing, prefetch=prefetch),
+        chosen = None if sampler is None else adapt(called(sampler, "sample"))
+        check_predictable(batch_size, chosen)
+        check_unit(sample_unit, chosen)
+        opened = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
+        style = PlainRows() if _style is None else _style
+        placing = style.default_writer(opened) if writer is None else made(writer, Writer, "write")
+        drawing = consume_after(consume_after_n_samples, chosen, prefetch=prefetch)
+        chain = Compose.of(transform if transform_factory is None else transform_factory())
+
+        stored = opened.meta().get(SAMPLE_METADATA)
+        metadata = None if stored is None else decode_metadata(stored)
+
+        #: TorchRL's word for a buffer that other processes write to.
+        self.shared = False
+        self._batch_size = batch_size
+        self._iterating = False  # `next` has returned a batch of the present pass
+        self._store = store = StoreHandle(opened)
+        self._index = RowIndex(store, dim_extend)
+        self._batches = BatchBuilder(
+            style,
+            chain,
             collate_fn=collate_fn,
-            transform=transform if transform_factory is None else transform_factory(),
-            dim_extend=dim_extend,
             device=device,
             pin_memory=pin_memory,
-            prefetch=prefetch or 0,
-            generator=generator,
-            limiter=rate_limiter,
+            metadata=metadata,
         )
-        self._batch_size = batch_size
+        self._sampling = Sampling(
+            store, self._batches, style, drawing,
+            unit=sample_unit, limiter=rate_limiter, prefetch=prefetch or 0, generator=generator,
+        )  # fmt: skip
+        self._ingest = Ingest(
+            store, self._index, self._sampling, style, chain, placing, rate_limiter,
+            skips_metadata=metadata is not None,
+        )  # fmt: skip
+        self._rows = StoredRows(store, self._index, self._batches, self._ingest)
+        self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._batches.label_generations(placing.tracks_generations)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Attach the parts to the storage."""
+        for part in (self._ingest, self._batches, self._sampling):
+            self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -195,8 +218,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
                 under one source cannot be told from n-step rows, and share an episode.
             return_ids: Return ids, which are never used again, instead of indices.
-            episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
-                they are there with the rows or not at all.
+            episode_info: Facts to note about every episode that has a row in the batch, as
+                `episodes.annotate` does; they are there with the rows or not at all.
             update_priority: Whether priorities that come with the rows count, in a buffer that knows where
                 they are; None: they do.
             validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
@@ -218,85 +241,12 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 others, and keeps no keys (kind "no_keys").
             StorageError: The disk failed; nothing was added.
         """
-        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = idempotency.make_key(self._writer, idempotency_key, digest)
-        known = None if key is None else idempotency.known_numbers(self._storage, key, return_ids)
-        if known is not None:
-            return self._indices(known, flat=return_ids)
-        batch = self._taken(data)
-        if batch is None:
-            return self._indices(np.zeros(0, np.int64), flat=return_ids)
-        batch.prioritized = self._counts_priorities(update_priority)
-        batch.validated = domain
-        batch.session = None if session is None else remote_session(session)
-        return self._indices(self._append(batch, source, return_ids, info, key), flat=return_ids)
-
-    def _counts_priorities(self, asked: bool | None) -> bool:
-        if asked is not None:
-            raise NotImplementedError(
-                "update_priority is not supported in this class, which does not know where priorities are; "
-                "use a TensorDictReplayBuffer, or update_priority(index, priority)"
-            )
-        return False
-
-    def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
-        """Return rows' numbers as users know them: one for each dim that makes rows."""
-        flat = flat or self._storage.geometry.ndim == 1
-        return torch.from_numpy(numbers if flat else self._unravel(numbers))
-
-    def _unravel(self, numbers: IntArray) -> IntArray:
-        """Return one number for each dim that makes rows. Shape `(n,)`, or `(n, ndim)`."""
-        geometry = self._storage.geometry
-        return numbers if geometry.ndim == 1 else geometry.unravel(numbers)
-
-    def _append(
-        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
-    ) -> IntArray:
-        if self._limiter is None:
-            return self._take_in(batch, source, return_ids, info, key)
-        self._storage.writer()
-        with self._limiter.inserting(batch.count, needless=partial(idempotency.is_known, self._storage, key)):
-            return self._take_in(batch, source, return_ids, info, key)
-
-    def _take_in(
-        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
-    ) -> IntArray:
-        storage = self._storage
-        with storage.locks.extend, storage.lock:
-            writable = storage.writer()
-            self._writer.check()
-            written = None if key is None else idempotency.find_write(storage, key)
-            if written is not None and not written.dropped:
-                return idempotency.numbers_of(storage, written, return_ids)
-            if batch.count == 0:
-                return np.zeros(0, np.int64)
-            if batch.validated:
-                self._domain = check_domain(storage, batch, self._domain)
-            schema, reader = self._prepared(writable, batch)
-            columns = batch.columns(schema)
-            kept = reader.transitions(columns)
-            if written is not None:
-                return idempotency.numbers_in_part(storage, written, kept, return_ids)
-            more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
-            if kept is not None:
-                batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
-            if batch.count == 0:
-                return np.full(0 if kept is None else kept.size, -1)
-            steps = reader.read(columns, batch)
-            steps.session = batch.session
-            priorities = self._given_priorities(schema, columns) if batch.prioritized else None
-            last = storage.window.last
-            ids = self._writer.write(writable, columns, steps, source=source, info=info, **more)
-            run = storage.window.last - last == ids.size  # all were appended: their ids follow one another
-            if priorities is not None:
-                writable.set_priorities(ids, priorities)
-            self._sampler.on_write(ids if run else ids[ids != -1])
-        numbers = ids if return_ids else storage.geometry.indices_of(ids, run=run)
-        return numbers if kept is None else idempotency.spread(numbers, kept)
-
-    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
-        """Return the priorities that come with new rows. Shape `(n,)`."""
-        return None
+        options = self._ingest.options(
+            source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
+            idempotency_key=idempotency_key, digest=digest, session=session, return_ids=return_ids,
+        )  # fmt: skip
+        numbers = self._ingest.append(data, options)
+        return torch.from_numpy(numbers) if return_ids else self._index.to_tensor(numbers)
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool = False
@@ -323,81 +273,28 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
-        batch, selection = self._next_batch(Request(self._wanted(batch_size), as_numpy))
-        return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
+        batch, rows = self._sampling.next(Request(self._size(batch_size), as_numpy))
+        return (
+            (batch, self._batches.info(self._store.storage, rows, batch, as_numpy=as_numpy))
+            if return_info
+            else batch
+        )
 
-    def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        return unmoved(self._storage, partial(self._build, turn, request, instead))
+    def _size(self, batch_size: int | None) -> int:
+        """Return the number of rows of a batch.
 
-    def _build(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
-        selection, columns, view = self._draw(turn, request.size, instead)
-        root = self._root(selection)
-        more = self._marked(selection, columns) if selection.marks or selection.info else None
-        numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
-        give = self._build_arrays if request.as_numpy else self._given
-        return give(columns, (selection.ids.size,), root, more, view, numbers), selection
+        Raises:
+            StateError: No batch size is known.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if type(size) is int and size > 0:
+            return size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
+        check_batch_size(size)
+        return int(size)
 
-    def _draw(
-        self, turn: Turn, size: int, selection: Selection | None = None
-    ) -> tuple[Selection, list[Array], StepView | None]:
-        storage = self._storage
-        for redraw in range(_LIMIT):
-            generator = self._draws.numbers(turn, redraw)
-            if redraw == PATIENCE:
-                storage.lock.acquire()
-            try:
-                if selection is None:
-                    selection = self._sampler.sample(storage, size, generator)
-                else:
-                    anchors = selection.anchors or selection
-                    selection = self._sampler.sample_again(storage, anchors, generator)
-                rows = selection if self._unit is None else self._unit.select(selection, storage)
-                if rows is not None:
-                    if (limit := READ_LIMIT.get()) is not None:
-                        limit.check(storage, rows.ids)
-                    view = self._look(rows.ids, generator)
-                    if view is None:
-                        columns = storage.read(rows.ids)
-                        if storage.intact(rows.ids):
-                            return rows, columns, None
-                    else:
-                        columns = view.columns()
-                        if view.intact:
-                            return replace(rows, oldest=view.oldest), columns, view
-                storage.counters.redraws += 1
-            finally:
-                if redraw == PATIENCE:
-                    storage.lock.release()
-        # Only a follower gets here: with the lock held nothing is overwritten in this process.
-        raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
-
-    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
-        """Look at other steps than those of a batch, where something asks for them."""
-        return self._transform.look(self._storage, ids, generator)
-
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, Array]:
-        """Write a sampler's flags into columns of the schema; return those of other fields."""
-        return {}
-
-    def _info(self, selection: Selection, batch: Any, *, as_numpy: bool = False) -> dict[str | Key, Any]:
-        index: Any = self._unravel(self._storage.geometry.index_of(selection.ids))
-        info: dict[str | Key, Array] = {"id": selection.ids}
-        if self._writer.tracks_generations:
-            info["index_generation"] = self._storage.geometry.generations_of(selection.ids)
-        info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
-        for mark in selection.marks:
-            stored = _entry(batch, mark.key)
-            if stored is not None or mark.new:
-                key = mark.key if len(mark.key) > 1 else mark.key[0]
-                info[key] = mark.alone() if stored is None else mark.on(to_array(stored))
-        if as_numpy:
-            parts = tuple(np.moveaxis(index, -1, 0)) if index.ndim > 1 else index
-            return {"index": parts} | info | selection.notes
-        told: dict[str | Key, Any] = {k: self._placed(torch.from_numpy(v)) for k, v in info.items()}
-        index = self._placed(torch.from_numpy(index))
-        return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | told | selection.notes
-
-    # -- single rows -----------------------------------------------------------------------------
+    # -- single rows and single batches ------------------------------------------------------------
 
     def add(
         self,
@@ -420,20 +317,17 @@ class ReplayBuffer(Patching, LateFields, Direct):
             idempotency_key: As in `extend`.
             digest: As in `extend`.
         """
-        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = idempotency.make_key(self._writer, idempotency_key, digest)
-        numbers = None if key is None else idempotency.known_numbers(self._storage, key, return_ids=False)
-        if numbers is None:
-            batch = self._taken(data, single=True)
-            if batch is None:
-                return self._indices(np.zeros(0, np.int64))
-            batch.prioritized = self._counts_priorities(None)
-            batch.validated = domain
-            numbers = self._append(batch, source, False, info, key)
-        return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
+        options = self._ingest.options(
+            source=source, episode_info=episode_info, validate=validate, idempotency_key=idempotency_key,
+            digest=digest,
+        )  # fmt: skip
+        numbers = self._ingest.append(data, options, single=True)
+        if self._store.storage.ndim == 1 and numbers.size:
+            return int(numbers[0])
+        return self._index.to_tensor(numbers)
 
     def __len__(self) -> int:
-        return self._sampler.left(self._storage)
+        return self._sampling.sampler.left(self._store.storage)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has run out of rows.
@@ -441,25 +335,28 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             StateError: No batch size is known.
         """
+        self._check_iterable()
+        while True:
+            yield self.sample()
+            if self._sampling.sampler.ran_out:
+                return
+
+    def _check_iterable(self) -> None:
         if self._batch_size is None:
             raise StateError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during construction of "
                 "the replay buffer",
                 hint="give it to the constructor, or to sample()",
             )
-        while True:
-            yield self.sample()
-            if self._sampler.ran_out:
-                return
 
     def next(self) -> Any:
-        """Return the next batch of an iteration that goes on from call to call; None: it is at its end."""
-        if self._iterator is None:
-            self._iterator = iter(self)
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = None
-        return batch
+        """Return the next batch of an iteration that continues from call to call; None: it has ended."""
+        self._check_iterable()
+        if self._iterating and self._sampling.sampler.ran_out:
+            self._iterating = False
+            return None
+        self._iterating = True
+        return self.sample()
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether `sample` would find rows to draw.
@@ -467,7 +364,77 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             StateError: No batch size is known.
         """
-        return self._sampler.can_sample(self._storage, self._wanted(batch_size))
+        return self._sampling.sampler.can_sample(self._store.storage, self._size(batch_size))
+
+    def count_candidates(self, batch_size: int) -> int:
+        """Return from how many rows, or slices, a batch would be drawn; `where` is not evaluated."""
+        return self._sampling.sampler.sampleable(self._store.storage, batch_size)
+
+    # -- rows by index, id and episode -------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read rows by index, or one field of all rows by key.
+
+        Args:
+            index: As for a tensor of all rows: an integer, a slice, integers, a mask, or a tuple of them; or
+                a field's key.
+
+        Raises:
+            NotFoundError: There is no such row, or no such field.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        return self._rows.get(index)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Replace rows by index; neither length nor episodes change.
+
+        On disk the change is there as a whole or not at all after any crash.
+
+        Raises:
+            NotFoundError: There is no such row.
+            SchemaError: The rows do not fit.
+        """
+        self._rows.set(index, data)
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """Read rows in the order of their indices: all, or the first `end`."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replace rows in the order of their indices: the first `end`; None: as many as `data` has."""
+        if end is None:
+            end = len(data if is_tensor_collection(data) or isinstance(data, list) else tree_leaves(data)[0])
+        self[:end] = data
+
+    def by_id(self, ids: Any) -> TensorDictBase:
+        """Read rows by id, in the order in which they are asked for.
+
+        Args:
+            ids: Which ones. Shape `(n,)`, int64.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[n]`.
+
+        Raises:
+            NotFoundError: One of them has left, or never was; the message names it.
+            StateError: As `trajectory`.
+        """
+        return self._rows.by_id(ids)
+
+    def trajectory(self, episode_id: int) -> TensorDictBase:
+        """Read the rows of an episode that are still there, in the order of its steps.
+
+        Args:
+            episode_id: Which one.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[rows]`, its dim named "time".
+
+        Raises:
+            NotFoundError: There never was such an episode, or all its rows have left.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        return self._rows.trajectory(episode_id)
 
     def query(
         self,
@@ -493,10 +460,11 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
+        storage, batches = self._store.storage, self._batches
         return unmoved(
-            self._storage,
+            storage,
             lambda: find_trajectories(
-                self._storage, self._transform, predicate, trajectory_key, self._placed
+                storage, batches.transform, predicate, trajectory_key, partial(batches.place, storage)
             ),
         )
 
@@ -531,6 +499,8 @@ class ReplayBuffer(Patching, LateFields, Direct):
         """
         return make_dataset(self, slice_len, stride, strict_length, shuffle, rows)
 
+    # -- changes of stored rows ----------------------------------------------------------------------
+
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
 
@@ -550,106 +520,144 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
-        if (index is None) == (id is None) or priority is None:
-            raise TypeError("update_priority takes a priority and either index or id")
-        numbers = self._numbers(index) if id is None else to_array(id)
-        values = to_array(priority)
-        if values.size == numbers.size and (self._storage.ndim > 1 or values.shape == numbers.shape):
-            values = values.reshape(-1)
-        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
-        if values.dtype != np.float32 or values.ndim > 1:
-            values = self._sampler.reduce(values.astype(np.float64, copy=False))
-        if values.size not in (1, numbers.size):
-            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
-        if values.size != numbers.size:
-            values = np.broadcast_to(values.reshape(-1), numbers.shape)
-        if id is None and numbers.size and numbers.min() < 0:
-            numbers, values = numbers[numbers != -1], values[numbers != -1]
-        with self._storage.lock:
-            ids = numbers if id is not None else self._storage.geometry.ids_at(numbers, self._storage.window)
-            count = self._storage.writer().set_priorities(ids, values)
-        self._sampler.on_priority_update(self._storage, ids, values)
-        return count
+        return self._updates.update_priority(index, priority, id)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+    def mark_update(self, index: Any) -> None:
+        """Tell the sampler that rows were changed: by priority they begin anew, at the largest one so far.
 
-        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        Args:
+            index: Which rows, as `extend` returns it.
         """
-        return super().state_dict() | {
-            "_writer": self._writer.state_dict(),
-            "_transforms": self._transform.state_dict(),
-            "_batch_size": self._batch_size,
-        }
+        self._sampling.sampler.mark_update(index, storage=self._store.storage)
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if not {"_writer", "_transforms", "_batch_size"} <= state.keys():
-            raise StateError(f"that is no state of a {type(self).__name__}")
-        self._writer.load_state_dict(state["_writer"])
+    def set_at_(self, key: str | tuple[str, ...], value: Any, index: Any) -> Self:
+        """Set a field of some rows; return the buffer.
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
-
-        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
-        storage must have them. The batch size, and what transforms keep, are the state's. Open episodes end:
-        who wrote them begins anew.
+        Args:
+            key: Which field.
+            value: Its values; what can be broadcast counts for all of them. Shape `(*index shape, *row
+                shape)`.
+            index: Which rows, as for `[]`.
 
         Raises:
-            StateError: The state is of another kind of sampler or of other transforms, of a store with
-                another seed or with rows that are not here, of another `where` or `weight`, or the draws
-                follow from a generator in one of both only, or one for another device; nothing was changed.
-            SchemaError: The rows have other fields; nothing was changed.
-            ValueError: The writer was set up otherwise; nothing was changed.
+            NotFoundError: There is no such field, or no such row.
+            SchemaError: The values do not fit; nothing was changed.
         """
-        self._check_state(state_dict)
-        self._transform.load_state_dict(state_dict["_transforms"])
-        super().load_state_dict(state_dict)
-        end_episodes(self._storage)
-        self._batch_size = state_dict["_batch_size"]
+        self._updates.set_fields({to_key(key): value}, index)
+        return self
 
-    def _numbers(self, index: Any) -> Array:
-        """Return rows' numbers, given as users know them."""
-        if isinstance(index, tuple):
-            index = stack_index(index)
-        numbers = to_array(index)
-        return (
-            numbers
-            if self._storage.ndim == 1
-            else self._storage.geometry.ravel(numbers, self._storage.window)
-        )
+    def set_(self, key: str | tuple[str, ...], value: Any) -> Self:
+        """Set a field of all rows, in the order of their indices; return the buffer.
 
-    @property
-    def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` is told otherwise."""
-        return self._batch_size
+        Args:
+            key: Which field.
+            value: Its values. Shape `(rows, *row shape)`, or what can be broadcast to it.
 
-    def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep."""
-        storage = self._storage
-        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
-        if storage.capacity is not None:
-            mine["utilization"] = len(storage) / storage.capacity
-        return super().stats() | mine
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: The values do not fit; nothing was changed.
+        """
+        return self.set_at_(key, value, slice(None))
 
-    def __repr__(self) -> str:
-        storage = self._storage
-        room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
-        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
+    def update_(
+        self, input_dict_or_td: Patch, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
+    ) -> Self:
+        """Set several fields of all rows, in the order of their indices; return the buffer.
 
-    # -- helpers ---------------------------------------------------------------------------------
+        Args:
+            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or what can be broadcast to it.
+            clone: As in TorchRL; values are copied in any case.
+            keys_to_update: Leave the others out; None: none.
 
-    def _attached(self, storage: ReadView) -> None:
-        self._writer.register_storage(storage)
-        super()._attached(storage)
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: Values do not fit; nothing was changed.
+        """
+        fields = leaves_of(input_dict_or_td)
+        if keys_to_update is not None:
+            wanted = [to_key(key) for key in keys_to_update]
+            fields = {k: v for k, v in fields.items() if any(k[: len(key)] == key for key in wanted)}
+        self._updates.set_fields(fields, slice(None))
+        return self
 
-    def _users_of(self, key: Key) -> list[str]:
-        read = self._unit is not None and key in self._unit.reads
-        return [*super()._users_of(key), *([f"the sample unit ({self._unit!r})"] if read else [])]
+    def update_if_present(
+        self,
+        *,
+        index: Any = None,
+        generation: Any = None,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+        id: Any = None,
+    ) -> ConditionalUpdateResult:
+        """Change fields of those rows that are still there; no other row is ever reached.
 
-    def _check_sampler(self, sampler: Sampler) -> None:
-        check_unit(self._unit, sampler)
-        consume_after(None, sampler, prefetch=self._prefetch)
+        Args:
+            index: Which rows, as samples say. Shape `(n,)`, or `(..., ndim)` or a tuple of `ndim` where that
+                is larger than 1.
+            generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
+            patch: New values by key. Shapes `(n, *row shape)`; where `ndim` is larger than 1 the `n` rows may
+                have as many dims: `(time, lane, *row shape)`.
+            version_key: A field with one number per row, which is set to `version`; only rows whose number
+                is not larger are changed.
+            version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
+            require_newer: Leave rows as they are whose version is the same, too.
+            id: Which rows, in the place of index and generation. Any shape. Of a row that is named twice
+                the highest version counts, else the last one.
+
+        Returns:
+            What was done with each row, in the shape in which rows were given.
+
+        Raises:
+            NotFoundError: There is no such field (a KeyError).
+            SchemaError: Values do not fit (a ValueError); nothing was changed.
+            StateError: There are no rows yet; the writer does not track generations and `index` is given; or
+                rows take over the ids of others, as where the best ones stay.
+
+        Example:
+            >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
+        """
+        return self._updates.update_if_present(
+            index=index, generation=generation, patch=patch, version_key=version_key, version=version,
+            require_newer=require_newer, id=id,
+        )  # fmt: skip
+
+    def submit_update_if_present(
+        self,
+        *,
+        index: Any = None,
+        generation: Any = None,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+        id: Any = None,
+    ) -> Future[ConditionalUpdateResult]:
+        """Call `update_if_present`, and return its result or error as a future that is done.
+
+        Nothing has to be put in order after it: a batch made ahead is drawn again if its rows were changed.
+
+        Args:
+            index: As in `update_if_present`.
+            generation: As in `update_if_present`.
+            patch: As in `update_if_present`.
+            version_key: As in `update_if_present`.
+            version: As in `update_if_present`.
+            require_newer: As in `update_if_present`.
+            id: As in `update_if_present`.
+        """
+        done: Future[ConditionalUpdateResult] = Future()
+        try:
+            result = self.update_if_present(
+                index=index, generation=generation, patch=patch, version_key=version_key, version=version,
+                require_newer=require_newer, id=id,
+            )  # fmt: skip
+        except Exception as exc:
+            done.set_exception(exc)
+        else:
+            done.set_result(result)
+        return done
 
     def empty(self, empty_write_count: bool | None = None) -> None:
         """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
@@ -666,14 +674,324 @@ class ReplayBuffer(Patching, LateFields, Direct):
                 "empty_write_count=True means nothing here: write_count says how many rows were ever "
                 "written; leave it out"
             )
-        self._writer.check()
-        super().empty()
-        self._sampler.on_empty()
+        self._ingest.writer.check()
+        self._store.storage.writer().clear()
+        self._sampling.sampler.on_empty()
+
+    # -- groups of methods ---------------------------------------------------------------------------
+
+    @property
+    def episodes(self) -> Episodes:
+        """Query episodes by calling it; its methods annotate, end, adopt and delete episodes.
+
+        Example:
+            >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
+            >>> rb.episodes.end("robot-1")
+        """
+        return Episodes(self._store)
+
+    @property
+    def columns(self) -> Columns:
+        """Add and drop fields."""
+        return Columns(self._store, self._sampling)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """Create, tag, list and restore versions of the store."""
+        return Snapshots(self._store, self._sampling)
+
+    @property
+    def retention(self) -> Retention:
+        """Say which rows of a store without a capacity stay."""
+        return Retention(self._store)
+
+    # -- the whole store -----------------------------------------------------------------------------
+
+    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
+        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
+
+        You read your own writes. Nested keys are written as in `next.reward`. A store with an archive has
+        `history`, too: `transitions` and all rows that have left them, with a column `_archived`.
+
+        Args:
+            query: The statement.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+
+        Returns:
+            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
+
+        Raises:
+            QueryError: It is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed; or, open for reading only, the writer has for two seconds not
+                paused from overwriting rows that the query reads.
+        """
+        return self._store.catalog.query(query, params)
+
+    def flush(self) -> None:
+        """Bring everything to the disk: rows, priorities and the number of the next draw.
+
+        Raises:
+            StorageError: The disk failed; the store must be opened again.
+        """
+        self._store.storage.writer().sync()
+
+    def refresh(self) -> None:
+        """Have what is derived from rows follow them: `where`, `weight`, and in a follower episodes.
+
+        `where` and `weight` of the sampler are evaluated for all rows as they are now: the next batches are
+        those of any other process, or run, with the same rows, seed and number of the draw. In a follower
+        this also brings episodes, and, after the writer has stopped, its last rows. While it writes new rows
+        show by themselves, those of small batches (up to 8 rows of 16 KiB together) within 0.1 s: they are
+        not waited for. `sql` and `stats` do that, too.
+
+        Raises:
+            QueryError: `where` or `weight` cannot be computed, or a weight is not a number from 0 on.
+            StorageError: The store cannot be read.
+        """
+        self._store.storage.follow(priorities=True)
+        self._sampling.refresh()
+
+    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
+
+        Others go on adding and sampling; who would overwrite or change a row that is not copied yet
+        waits. What has not changed since the version before is shared with it (hard links). A version is
+        there whole or not at all, after any crash.
+
+        Args:
+            path: A folder for versions; made if it is missing.
+            keep: How many versions remain; those with a tag always do.
+
+        Returns:
+            What was made: number, rows, bytes.
+
+        Raises:
+            SnapshotError: The folder holds something else.
+            LockedError: Somebody else makes a version there just now.
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed or is full; versions that were there are as they were.
+
+        Example:
+            >>> rb.dumps("backup")
+            >>> expstore.open("backup").sample(32)
+        """
+        return self.snapshots.create(path, keep=keep)
+
+    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Call `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def save(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Call `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def loads(self, path: str | Path, version: int | str | None = None) -> None:
+        """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
+
+        Rows, priorities, counts, episodes and seed are then the version's, and so are `alpha` and `beta` of a
+        sampler by priority; the next batches are those that would have come; the capacity stays. Ids and
+        episode ids go on above those of both (where there never were rows they stay), indices are the same if
+        the capacities are. Versions in the folder stay.
+        Fields that came or went since a version of this very store was made are as they were then.
+
+        Args:
+            path: What `dumps` was given, or a store that has tagged versions.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version; the message lists those that there are.
+            SchemaError: This store has other fields.
+            CorruptionError: The version is damaged.
+            StateError: The store is closed, or open for reading only.
+        """
+        self.snapshots.restore(path, version)
+
+    def load(self, path: str | Path, version: int | str | None = None) -> None:
+        """Call `loads`."""
+        self.loads(path, version)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
+
+        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        """
+        return self._sampling.state_dict() | {
+            "_writer": self._ingest.writer.state_dict(),
+            "_transforms": self._batches.transform.state_dict(),
+            "_batch_size": self._batch_size,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+
+        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
+        storage must have them. The batch size, and what transforms keep, are the state's. Open episodes end:
+        who wrote them begins anew.
+
+        Raises:
+            StateError: The state is of another kind of sampler or of other transforms, of a store with
+                another seed or with rows that are not here, of another `where` or `weight`, or the draws
+                follow from a generator in one of both only, or one for another device; nothing was changed.
+            SchemaError: The rows have other fields; nothing was changed.
+            ValueError: The writer was set up otherwise; nothing was changed.
+        """
+        self._sampling.check_state(state_dict)
+        if not {"_writer", "_transforms", "_batch_size"} <= state_dict.keys():
+            raise StateError(f"that is no state of a {type(self).__name__}")
+        self._ingest.writer.load_state_dict(state_dict["_writer"])
+        self._batches.transform.load_state_dict(state_dict["_transforms"])
+        self._sampling.load_state_dict(state_dict)
+        end_episodes(self._store.storage)
+        self._batch_size = state_dict["_batch_size"]
+
+    def register_save_hook(self, hook: Hook) -> None:
+        """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
+        self._store.storage.writer().register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Have the storage's `load_state_dict` pass its rows through a hook; see `PortableStorage`."""
+        self._store.storage.writer().register_load_hook(hook)
+
+    def close(self) -> None:
+        """Flush, bring the index up to date for other programs, and release the store."""
+        self._sampling.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- facts -----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the buffer that JSON can keep."""
+        storage = self._store.current()
+        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
+        if storage.capacity is not None:
+            mine["utilization"] = len(storage) / storage.capacity
+        return describe(storage) | storage.more_stats() | self._sampling.stats() | mine
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None before the first rows."""
+        return self._store.storage.schema
+
+    @property
+    def specs(self) -> Composite | None:
+        """What values the fields may have, as far as that was set; a copy. None: nothing was set."""
+        return specs_of(self._store.storage)
+
+    def set_specs(self, specs: Composite | None) -> None:
+        """Say what values the fields of a row may have; None: nothing is known of them any more.
+
+        Rows that are there are not looked at: only that they have these fields, with these dtypes and shapes.
+        Later rows with others are refused; values are looked at by `extend(validate="domain")`. The specs
+        stay with the store, like the schema.
+
+        Args:
+            specs: Of some or all fields, as nested as these; without batch dims.
+
+        Raises:
+            SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
+        """
+        self._store.storage.writer().describe_fields(row_text(specs))
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The user's own facts, given when the store was made."""
+        return self._store.storage.meta()
+
+    @property
+    def recovered(self) -> str | None:
+        """One line that says what opening recovered after an unclean stop; None otherwise."""
+        return self._store.storage.counters.recovered
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return self._store.current().write_count
+
+    @property
+    def initialized(self) -> bool:
+        """True: nothing is made later than the buffer itself."""
+        return True
+
+    @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, unless `sample` is told otherwise."""
+        return self._batch_size
+
+    @property
+    def dim_extend(self) -> int:
+        """Which dim of a batch given to `extend` is time."""
+        return self._index.time_dim
+
+    def __repr__(self) -> str:
+        storage = self._store.storage
+        room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
+        sampler = self._sampling.sampler
+        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {sampler!r})"
+
+    # -- storage, sampler, writer, transforms and random numbers ----------------------------------------
+
+    @property
+    def storage(self) -> ReadView:
+        """Where the rows are."""
+        return self._store.storage
+
+    @property
+    def _storage(self) -> ReadView:
+        """The storage, under the name by which TorchRL's collectors of several processes read it."""
+        return self._store.storage
+
+    def set_storage(self, storage: ReadView, collate_fn: Callable[[Any], Any] | None = None) -> ReadView:
+        """Read and write another storage from now on; return the one before, which stays open.
+
+        Args:
+            storage: The new one.
+            collate_fn: Takes the place of the former; None: the default.
+
+        Raises:
+            StateError: The buffer is closed.
+            TypeError: It is no storage.
+            ValueError: The sampler does not fit it; nothing was changed.
+        """
+        self._store.check_open()
+        if not isinstance(storage, ReadView):
+            raise TypeError(f"rows are kept by a Storage, not by {type(storage).__name__}")
+        former = self._store.replace(storage)
+        self._batches.set_collate(collate_fn)
+        return former
+
+    @property
+    def sampler(self) -> Any:
+        """What makes up a batch, as it was given."""
+        return given(self._sampling.sampler)
+
+    def set_sampler(self, sampler: Any) -> Any:
+        """Draw by another sampler from the next batch on; return the one before.
+
+        Draws are counted on; a sampler that keeps a place in the store begins anew, unless the one before
+        was of its kind.
+
+        Raises:
+            StateError: The store is closed.
+            TypeError: It is no sampler.
+            ValueError: It does not fit this buffer; nothing was changed.
+            QueryError: The rows have no such fields as its `where` or `weight` name.
+        """
+        return self._sampling.set_sampler(sampler)
 
     @property
     def writer(self) -> Writer:
         """Where rows go."""
-        return self._writer
+        return self._ingest.writer
 
     def set_writer(self, writer: Writer) -> Writer:
         """Place rows by another writer from now on; return the one before.
@@ -681,48 +999,81 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             TypeError: It is no writer.
         """
-        if not isinstance(writer, Writer):
-            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
-        writer.register_storage(self._storage)
-        with self._storage.lock:
-            former, self._writer = self._writer, writer
+        former = self._ingest.set_writer(writer)
+        self._batches.label_generations(writer.tracks_generations)
         return former
 
-    def _prepared(self, storage: Storage, batch: Batch) -> tuple[Schema, StepReader]:
-        """Return the schema, fixed by the first rows, and what reads steps."""
-        if storage.schema is None:
-            self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
-            self._writer.begin(storage)
-        schema = prepare(storage, batch) if batch.arranged is None else storage.require_schema()
-        if self._reader is None or self._read_of is not schema:
-            if self._limiter is None and storage.draws.limits[1]:
-                storage.draws.note_limits(0, 0)  # what it had counted is not all any more
-            self._reader, self._read_of = StepReader(schema, storage.keys), schema
-            self._intake = None
-            if (
-                is_plain(schema.form)
-                and not schema.variable
-                and storage.geometry.ndim == 1
-                and not self.dim_extend
-            ):
-                self._intake = Intake(schema)
-        return schema, self._reader
+    @property
+    def transform(self) -> Compose:
+        """What is done to rows on their way in, and to batches on their way out."""
+        return self._batches.transform
 
-    def _wanted(self, batch_size: int | None) -> int:
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
-        check_batch_size(size)
-        return int(size)
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform behind the others; return the buffer.
 
-    def _default_writer(self, storage: ReadView) -> Writer:
-        return default_writer(storage)
+        Args:
+            transform: A callable, which acts on samples, or a torchrl Transform.
+            invert: It acts on what is written instead.
 
+        Raises:
+            StateError: The buffer is closed.
 
-def _entry(batch: Any, key: Key) -> Any:
-    """Return an entry of a TensorDict, or of nested dicts; None: it has no such one."""
-    if is_tensor_collection(batch):
-        return batch.get(key)
-    for name in key:
-        batch = batch.get(name) if isinstance(batch, dict) else None
-    return batch
+        Example:
+            >>> rb.append_transform(lambda batch: batch.exclude("pixels"))
+        """
+        return self.insert_transform(len(self._batches.transform), transform, invert=invert)
+
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform before the one of this number; return the buffer.
+
+        Args:
+            index: Which number it is to have.
+            transform: As `append_transform`.
+            invert: As there.
+
+        Raises:
+            StateError: The buffer is closed.
+        """
+        if self._store.life is Life.CLOSED:
+            raise closed_error()
+        self._batches.transform.insert(index, transform, invert=invert)
+        self._sampling.drop_prefetched()
+        return self
+
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
+        self._sampling.set_rng(generator)
+
+    # -- names that TorchRL has for a service ------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._store.storage.closed
+
+    service_backend = property(torchrl_service.service_backend)
+    start = torchrl_service.start
+    client = torchrl_service.client
+    share = torchrl_service.share
+    synchronize = torchrl_service.synchronize
+    shutdown = torchrl_service.shutdown
+
+    # -- copies --------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Self:
+        """Return a buffer with parts of its own over the same storage; over a store on disk it follows."""
+        storage = self._store.storage
+        return copy.deepcopy(self, {id(storage): storage})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: it follows the store, or has its rows in RAM, too.
+
+        Raises:
+            StateError: The store is closed.
+        """
+        return vars(self) | {"_iterating": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned; a store on disk is opened when it is first needed."""
+        vars(self).update(state)
+        self._connect()

@@ -529,7 +529,11 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
 def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=capacity) as rb:
         live(rb)
-        made = rb.dumps(tmp_path / "versions") if how == "dumps" else rb.tag("best", tmp_path / "versions")
+        made = (
+            rb.dumps(tmp_path / "versions")
+            if how == "dumps"
+            else rb.snapshots.tag("best", tmp_path / "versions")
+        )
         kept = list(counts(rb).values())
         expected = numbers(rb, 30)
         again = rb.dumps(tmp_path / "versions")

@@ -124,7 +124,7 @@ def test_its_version_is_loaded(store: tuple[Path, int]) -> None:
     with expstore.open(folder / "run.exp", batch_size=8) as rb:
         rb.loads(folder / "run.exp", "tagged")
         check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
-        rb.add_column("more", sql="action + 1")
+        rb.columns.add("more", sql="action + 1")
         assert (rb["more"] == rb["action"] + 1).all()
     assert verify(folder / "run.exp") == []
     with expstore.open(folder / "run.exp", version="tagged") as rb:
