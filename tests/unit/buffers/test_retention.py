@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError, Retain, StateError
+from expstore import CorruptionError, QueryError, Retain, StateError
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.core.id_set import Gaps
@@ -681,3 +681,47 @@ def test_never_a_row_that_the_policy_keeps_through_kills(
         with kept.open() as rb:
             kept.check(rb)
         assert verify(kept.path) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Episodes that are deleted by a condition.
+
+
+def test_episodes_are_deleted_by_a_condition(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        for number in (1, 2, 3, 4):
+            rb.extend(episode(number))
+        rb.extend(episode(5, ends=False))
+        rb.episodes.annotate(1, note="kept")
+        said = rb.episodes.delete("episode_id <> $n", params={"n": 2}, dry_run=True)
+        assert (said.episodes, said.rows) == (3, 3 * Rows)
+        assert len(rb) == 5 * Rows
+        gone = rb.episodes.delete("episode_id <> $n", params={"n": 2})
+        assert (gone.episodes, gone.rows) == (3, 3 * Rows)
+        assert gone.bytes > 0
+        assert numbers(rb) == [2, 5]  # the open episode keeps its rows
+        facts = rb.episodes("live_rows = 0", order_by="episode_id").fetchall()
+        assert [row[0] for row in facts] == [1, 3, 4]
+        assert rb.episodes.delete("episode_id <> 2").episodes == 0  # their rows have left already
+        with pytest.raises(QueryError, match="the columns are"):
+            rb.episodes.delete("no_such_column > 2")
+    with expstore.open(store_path) as rb:
+        assert numbers(rb) == [2, 5]
+    assert verify(store_path) == []
+
+
+def test_stores_that_delete_no_episodes_say_so(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=10 * Rows) as rb:
+        rb.extend(episode(1))
+        for dry_run in (True, False):
+            with pytest.raises(StateError, match="a store with a capacity deletes no episodes"):
+                rb.episodes.delete("true", dry_run=dry_run)
+        with (
+            expstore.open(store_path, mode="r") as follower,
+            pytest.raises(StateError, match="only the writer"),
+        ):
+            follower.episodes.delete("true")
+    memory = expstore.ReplayBuffer(storage=expstore.MemoryStorage(10))
+    memory.extend(episode(1, 5))
+    with pytest.raises(StateError, match="only the writer of a store on disk deletes episodes"):
+        memory.episodes.delete("true")

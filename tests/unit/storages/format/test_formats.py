@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers import idempotency
+from expstore.buffers import ingest
 from expstore.buffers.rng import Draws
 from expstore.disk.files import Disk
 from expstore.errors import MigrationError
@@ -135,7 +135,7 @@ def test_its_idempotency_keys_are_known(store: tuple[Path, int], monkeypatch: py
     """Within a day of the time at which they were written, which is long ago for a fixture."""
     folder, _ = store
     written = int(Manifest.load(Disk(), folder / "run.exp").created * 1e6)
-    for module in (idempotency, opening):
+    for module in (ingest, opening):
         monkeypatch.setattr(module, "now_us", lambda: written + 60_000_000)
     for name in ("run.exp", "killed.exp"):
         with expstore.open(folder / name) as rb:
