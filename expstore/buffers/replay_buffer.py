@@ -69,37 +69,36 @@ __all__ = ["ReplayBuffer"]
 class ReplayBuffer:
     """Store transitions and sample batches of them.
 
-    Threads: any number may sample while one writes; writers wait for one another. Processes: one
-    writer per store; in a forked child, and pickled into another process (a DataLoader's workers, say),
-    the buffer follows: it reads what the writer writes, and draws batches of its own. A copy of one in RAM
-    has rows of its own. Crashes: as the storage promises; on disk an `extend` that returned survives the
-    process, a `flush` that returned survives the machine.
+    Threads: any number may sample while others write; writers wait for one another. Processes: a store has
+    one writer. In a forked child, and in a pickled copy (in a DataLoader's worker, say), the buffer is a
+    follower: it reads what the writer writes, and draws batches of its own. A copy of a buffer in RAM has
+    rows of its own. Crashes: on disk, rows of an `extend` that returned survive the process, and rows written
+    before a `flush` that returned survive the machine.
 
     Args:
-        storage: Where rows are kept, or a function that makes it; `MemoryStorage(1000)` by default.
-        sampler: What makes up a batch, or such a function; uniform by default.
-        writer: Where rows go, or such a function; in a ring the newest replace the oldest by default,
-            or as the store was filled.
-        collate_fn: Makes a batch of what the storage gives: rows that are objects, in a list, or what is a
-            batch already. None: objects are stacked where that can be done.
-        transform: What is done to batches on their way out (a callable), or both ways (a torchrl Transform).
-        transform_factory: A function that makes it.
+        storage: Where rows are kept, or a function that returns it; `MemoryStorage(1000)` by default.
+        sampler: Chooses the rows of a batch, or a function that returns the sampler; uniform by default.
+        writer: Gives rows their places, or a function that returns the writer. By default the newest rows of
+            a ring replace the oldest; a store that was filled by another writer keeps its rule.
+        collate_fn: Makes a batch of what the storage returns: a list of objects, or rows that are a batch
+            already. None: objects are stacked if they can be.
+        transform: A callable that changes samples, or a torchrl Transform, which may change writes, too.
+        transform_factory: A function that returns the transform.
         dim_extend: Which dim of a batch given to `extend` is time; None: the last of those that make rows.
-        batch_size: Of `sample` and iteration; may be given to `sample` instead.
-        device: Where batches are handed out; None: where the storage says.
-        prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
-            batch whose rows were overwritten or changed meanwhile, of another size, or drawn before the
-            generator was seeded anew, is drawn again; priorities set in the last `prefetch` batches may
-            not count yet.
-        pin_memory: Hand out batches in pinned memory; with `device` they are copied there without waiting.
-        generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
-            and a store that keeps one goes on there.
-        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
+        batch_size: Rows per batch; may be given to `sample` instead.
+        device: Device of the batches; None: the storage's.
+        prefetch: How many batches a thread makes ahead. A batch is drawn again if its rows were overwritten
+            or changed, if another size is asked for, or if the generator was seeded. Priorities set during
+            the last `prefetch` batches may not count yet.
+        pin_memory: Return batches in pinned memory; with `device` they are copied without waiting.
+        generator: Random numbers of all draws; None: the store's seed. Each sync stores its state, and the
+            next opening continues from the stored state.
+        consume_after_n_samples: Return each row so many times, and no more; see `ConsumingSampler`.
         sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
-        rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
-            wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
-        torchrl: Keywords that torchrl's buffers have and that mean nothing here: at their defaults they are
-            taken, otherwise refused with the reason.
+        rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
+            wait for it. See `MinSize` and `SampleToInsertRatio`.
+        torchrl: Keywords that torchrl's buffers have and this one has no use for. They are accepted at their
+            defaults, and refused with the reason otherwise.
 
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=2)
@@ -199,47 +198,46 @@ class ReplayBuffer:
 
         Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
 
-        With an idempotency key a call that is made again writes nothing and returns what the first one did,
-        also after a restart, and when its rows have left: of a store on disk a key survives what its rows
-        survive. The last 100,000 keys are known, for 24 hours. Two calls at once with the same key: one
-        writes, the other one waits for it.
+        A call that repeats an idempotency key writes nothing and returns what the first call returned, also
+        after a restart and after its rows were evicted: on disk a key survives what its rows survive. The
+        last 100,000 keys are known, for 24 hours. Of two concurrent calls with the same key one writes and
+        the other waits for it.
 
         Args:
             data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A dict
                 of arrays, nested, is one value per row for each field; buffers that `expstore.open`
                 returns, and others whose rows have fields, take these, and Arrow tables whose columns are
-                named with dots (`next.reward`). A list is rows one by one. Rows of no fixed size (of an
-                `ArrowStorage`) may differ in shape, have nested tensors, and values of Python's own. For
-                stores made by `expstore.open` all batch dims are rows, time is the dim named "time", else
-                the last, and each place along the others is a stream of its own. Elsewhere the storage's
-                `ndim` first dims are, of which `dim_extend` is time.
+                named with dots (`next.reward`). A list holds one row per item. Variable-length rows (in an
+                `ArrowStorage`) may differ in shape, and hold nested tensors and Python values. In stores made
+                by `expstore.open` all batch dims make rows: time is the dim named "time", else the last one,
+                and each place along the others is a stream of its own. Elsewhere the first `ndim` dims make
+                rows, and `dim_extend` is time.
             source: Name of the stream of experience, within the session. None: the session's unnamed stream.
-                Rows of two sessions never share an episode: after a restart, the same name begins new
+                Rows of two sessions never share an episode: after a restart the same name begins new
                 episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
-                under one source cannot be told from n-step rows, and share an episode.
+                under one source look like n-step rows, and share an episode.
             return_ids: Return ids, which are never used again, instead of indices.
             episode_info: Facts to note about every episode that has a row in the batch, as
-                `episodes.annotate` does; they are there with the rows or not at all.
-            update_priority: Whether priorities that come with the rows count, in a buffer that knows where
-                they are; None: they do.
-            validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
-            idempotency_key: What names this write, whoever makes it, and no other one.
-            digest: 16 bytes that follow from what is written: a hash of a request's body, say. The same key
-                with another digest is refused. None: the same key is taken to mean the same rows.
-            session: Id of the remote session that writes, as a server names its clients. None: this handle's
-                own session, which ends when the store is closed or opened for writing again. A remote session
-                ends by `episodes.end_session`; rows that come later open it again.
+                `episodes.annotate` does. They are committed with the rows.
+            update_priority: Whether to set the priorities that come with the rows, in a buffer that knows
+                where they are; None: set them.
+            validate: "domain": also check values against `specs`, and append nothing if one is not allowed.
+            idempotency_key: The name of this write, and of no other one.
+            digest: 16 bytes that follow from the rows, such as a hash of a request's body. The same key with
+                another digest is refused. None: the same key means the same rows.
+            session: Id of the remote session that writes, as a server names its clients. None: the local
+                session, which ends when the store is closed or opened for writing again. A remote session
+                ends by `episodes.end_session`; later rows reopen it.
 
         Returns:
-            Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
-            `(n, ndim)` where `ndim` is larger than 1.
+            Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64. If `ndim` is larger than 1,
+            indices have shape `(n, ndim)`.
 
         Raises:
-            SchemaError: The batch does not fit the store, or its specs, or JSON has no form for a fact.
-            StateError: The store is closed or cannot be written; or it has no specs to validate by; or the
-                key is that of another write (kind "key_reused"); or the writer lets rows take the places of
-                others, and keeps no keys (kind "no_keys").
-            StorageError: The disk failed; nothing was added.
+            SchemaError: The batch does not fit the store or its specs, or JSON has no form for a fact.
+            StateError: The store is closed or cannot be written; it has no specs to validate by; the key is
+                that of another write (kind "key_reused"); or the writer keeps no keys (kind "no_keys").
+            StorageError: The disk failed; nothing was appended.
         """
         options = self._ingest.options(
             source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
@@ -253,22 +251,22 @@ class ReplayBuffer:
     ) -> Any:
         """Draw a batch.
 
-        Draw number k is the same whatever happened before it, so a restart goes on with the batches
-        that would have come.
+        Draw number k is the same whatever happened before it: after a restart the next batches are those that
+        would have come without it.
 
         Args:
-            batch_size: How many rows; None: the buffer's.
+            batch_size: How many rows; None: the buffer's `batch_size`.
             return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
-                what the sampler has to say (`priority_weight`; the ends of slices).
-            as_numpy: Return NumPy arrays instead of tensors, in nested dicts instead of TensorDicts; `info`
-                has arrays, too. They lie in host memory, whatever the buffer's device. bfloat16 becomes
-                float32; fields without a fixed size are arrays of objects, one for each row. JAX takes them
-                by `jax.numpy.asarray` or `jax.dlpack.from_dlpack`.
+                what the sampler says of it (`priority_weight`, the ends of slices).
+            as_numpy: Return NumPy arrays in nested dicts instead of TensorDicts, also in `info`. They are in
+                host memory, whatever the buffer's device. bfloat16 becomes float32; variable-length fields
+                are arrays of objects, one per row. JAX takes them by `jax.numpy.asarray` or
+                `jax.dlpack.from_dlpack`.
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
-            where the sampler says so. Fields without a fixed size are nested tensors and `NonTensorStack`s.
-            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
+            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; some samplers
+            return fewer rows. Variable-length fields are nested tensors and `NonTensorStack`s. With
+            `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
@@ -306,11 +304,11 @@ class ReplayBuffer:
         idempotency_key: str | bytes | None = None,
         digest: bytes | None = None,
     ) -> Any:
-        """Append one row; return its index, or -1 if it is not taken in.
+        """Append one row; return its index, or -1 if it is dropped.
 
         Args:
-            data: One row: a TensorDict without batch dims, for instance. Where `ndim` is larger than 1 it is
-                one row for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
+            data: One row: a TensorDict without batch dims, for instance. If `ndim` is larger than 1: one row
+                for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
             validate: As in `extend`.
@@ -330,7 +328,7 @@ class ReplayBuffer:
         return self._sampling.sampler.left(self._store.storage)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, without end or until the sampler has run out of rows.
+        """Yield batches, for ever or until the sampler has run out of rows.
 
         Raises:
             StateError: No batch size is known.
@@ -388,7 +386,7 @@ class ReplayBuffer:
     def __setitem__(self, index: Any, data: Any) -> None:
         """Replace rows by index; neither length nor episodes change.
 
-        On disk the change is there as a whole or not at all after any crash.
+        On disk a crash leaves the whole change or none of it.
 
         Raises:
             NotFoundError: There is no such row.
@@ -416,8 +414,8 @@ class ReplayBuffer:
             A TensorDict with what samples carry (`index`, `id`), batch size `[n]`.
 
         Raises:
-            NotFoundError: One of them has left, or never was; the message names it.
-            StateError: As `trajectory`.
+            NotFoundError: A row has left, or never was; the message names it.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
         """
         return self._rows.by_id(ids)
 
@@ -443,19 +441,19 @@ class ReplayBuffer:
     ) -> list[Any]:
         """Return the trajectories that meet a condition, the oldest first.
 
-        A condition made of `expstore.traj` has only the fields read that it names; whole rows are read where
-        it is met. `sql` and `episodes` ask about what is not in the rows any more, too.
+        Of a condition made of `expstore.traj` only the fields that it names are read; whole rows are read for
+        the trajectories that meet it. `sql` and `episodes` also know episodes whose rows have left.
 
         Args:
-            predicate: Made of `traj`, or a function of a `Trajectory`; None: all of them.
-            trajectory_key: The field that names trajectories; None: as the store knows its episodes.
+            predicate: Made of `traj`, or a function of a `Trajectory`; None: all trajectories.
+            trajectory_key: The field that names trajectories; None: the store's episodes.
 
         Returns:
-            A `Trajectory` for each: what samples would be of its rows, in the order of its steps.
+            A `Trajectory` for each: a sample of its rows, in the order of its steps.
 
         Raises:
-            NotFoundError: There is no such field; or nothing says where trajectories end.
-            TypeError: Rows are no TensorDicts; or the condition has a value per step.
+            NotFoundError: There is no such field, or no field ends trajectories.
+            TypeError: Rows are not TensorDicts, or the condition has a value per step.
 
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
@@ -479,19 +477,19 @@ class ReplayBuffer:
     ) -> RowsDataset | SlicesDataset:
         """Return the buffer as torch's `Dataset`, for a `DataLoader` with any number of workers.
 
-        Workers follow the store: they read beside the writer, take no lock, and see what it goes on writing.
+        Workers follow the store: they take no lock, and see what the writer appends meanwhile.
 
         Args:
-            slice_len: None: row by row, by index; otherwise slices of so many steps of one episode, each
-                once per pass, by one of the workers.
-            stride: From the first step of a slice to that of the next; None: `slice_len`.
-            strict_length: Leave out shorter slices at the end of episodes.
-            shuffle: Slices come in random order, by torch's seed. Rows come as the `DataLoader` asks.
-            rows: What comes: a "tensordict", for which the `DataLoader` needs the data set's `collate` as
-                its `collate_fn`, or a "dict" of tensors, nested, which it collates by itself.
+            slice_len: None: rows by index; otherwise slices of so many steps of one episode, each of them
+                once per pass, in one of the workers.
+            stride: Steps from the first one of a slice to the first one of the next; None: `slice_len`.
+            strict_length: Skip shorter slices at the end of episodes.
+            shuffle: Return slices in random order, by torch's seed. The order of rows is the `DataLoader`'s.
+            rows: "tensordict": the `DataLoader` needs the data set's `collate` as its `collate_fn`. "dict":
+                nested dicts of tensors, which the `DataLoader` collates by itself.
 
         Raises:
-            ValueError: An argument has no meaning, or none without `slice_len`.
+            ValueError: An argument has no valid value, or needs `slice_len`.
 
         Example:
             >>> dataset = rb.to_torch_dataset()
@@ -504,14 +502,15 @@ class ReplayBuffer:
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
 
-        By id, a row that has left since it was sampled is skipped, never another one changed.
+        With `id`, a row that has left since it was sampled is skipped, and no other row is changed.
 
         Args:
-            index: Which rows, by index; -1 stands for none. Shape `(n,)`; `(..., ndim)`, or a tuple of `ndim`
-                tensors, which are broadcast together, where that is larger than 1; or give `id`.
-            priority: Finite, not negative; one for all, or one or several each, of which the sampler's
-                reduction makes one. Shape `()` or `(n, ...)`; where `ndim` is larger than 1 as many values as
-                rows are one each, in the order of `index`, whatever their shape: `(time, lane)`, say.
+            index: Which rows, by index; -1 is skipped. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+                `(..., ndim)`, or it is a tuple of `ndim` tensors, which are broadcast together. Either
+                `index` or `id` is given.
+            priority: Finite, not negative: one for all rows, or one or several per row, which the sampler
+                reduces to one. Shape `()` or `(n, ...)`. If `ndim` is larger than 1, one value per row in the
+                order of `index` may have any shape, such as `(time, lane)`.
             id: Which rows, by id. Any shape.
 
         Returns:
@@ -523,7 +522,7 @@ class ReplayBuffer:
         return self._updates.update_priority(index, priority, id)
 
     def mark_update(self, index: Any) -> None:
-        """Tell the sampler that rows were changed: by priority they begin anew, at the largest one so far.
+        """Tell the sampler that rows were changed; a sampler by priority gives them the largest priority.
 
         Args:
             index: Which rows, as `extend` returns it.
@@ -535,8 +534,7 @@ class ReplayBuffer:
 
         Args:
             key: Which field.
-            value: Its values; what can be broadcast counts for all of them. Shape `(*index shape, *row
-                shape)`.
+            value: Its values. Shape `(*index shape, *row shape)`, or one that can be broadcast to it.
             index: Which rows, as for `[]`.
 
         Raises:
@@ -551,7 +549,7 @@ class ReplayBuffer:
 
         Args:
             key: Which field.
-            value: Its values. Shape `(rows, *row shape)`, or what can be broadcast to it.
+            value: Its values. Shape `(rows, *row shape)`, or one that can be broadcast to it.
 
         Raises:
             NotFoundError: There is no such field.
@@ -565,9 +563,9 @@ class ReplayBuffer:
         """Set several fields of all rows, in the order of their indices; return the buffer.
 
         Args:
-            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or what can be broadcast to it.
-            clone: As in TorchRL; values are copied in any case.
-            keys_to_update: Leave the others out; None: none.
+            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or such that can be broadcast to it.
+            clone: Has no effect: values are copied in any case.
+            keys_to_update: Set only these fields; None: all.
 
         Raises:
             NotFoundError: There is no such field.
@@ -591,20 +589,20 @@ class ReplayBuffer:
         require_newer: bool = False,
         id: Any = None,
     ) -> ConditionalUpdateResult:
-        """Change fields of those rows that are still there; no other row is ever reached.
+        """Change fields of those rows that are still there, and of no other row.
 
         Args:
-            index: Which rows, as samples say. Shape `(n,)`, or `(..., ndim)` or a tuple of `ndim` where that
-                is larger than 1.
+            index: Which rows, as samples say. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+                `(..., ndim)`, or it is a tuple of `ndim` tensors.
             generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
-            patch: New values by key. Shapes `(n, *row shape)`; where `ndim` is larger than 1 the `n` rows may
+            patch: New values by key. Shapes `(n, *row shape)`. If `ndim` is larger than 1, the `n` rows may
                 have as many dims: `(time, lane, *row shape)`.
             version_key: A field with one number per row, which is set to `version`; only rows whose number
                 is not larger are changed.
             version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
-            require_newer: Leave rows as they are whose version is the same, too.
-            id: Which rows, in the place of index and generation. Any shape. Of a row that is named twice
-                the highest version counts, else the last one.
+            require_newer: Also skip rows whose version is the same.
+            id: Which rows, instead of index and generation. Any shape. Of a row that is named twice the
+                highest version counts, or without versions the last one.
 
         Returns:
             What was done with each row, in the shape in which rows were given.
@@ -612,8 +610,8 @@ class ReplayBuffer:
         Raises:
             NotFoundError: There is no such field (a KeyError).
             SchemaError: Values do not fit (a ValueError); nothing was changed.
-            StateError: There are no rows yet; the writer does not track generations and `index` is given; or
-                rows take over the ids of others, as where the best ones stay.
+            StateError: There are no rows yet; `index` is given and the writer does not track generations; or
+                the store keeps the best rows, which take over the ids of others.
 
         Example:
             >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
@@ -660,19 +658,19 @@ class ReplayBuffer:
         return done
 
     def empty(self, empty_write_count: bool | None = None) -> None:
-        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
+        """Delete all rows. Ids and episode ids are not used again; indices of a ring begin at 0.
 
         Args:
-            empty_write_count: False or None: `write_count` says how many rows were ever written.
+            empty_write_count: Only False or None: `write_count` is the number of rows ever written.
 
         Raises:
-            ValueError: It is True.
-            StateError: The store is closed, or open for reading only; or its writer lets nothing change.
+            ValueError: `empty_write_count` is True.
+            StateError: The store is closed, or open for reading only; or its writer refuses changes.
         """
         if empty_write_count:
             raise ValueError(
-                "empty_write_count=True means nothing here: write_count says how many rows were ever "
-                "written; leave it out"
+                "empty_write_count=True is not supported: write_count is the number of rows ever written; "
+                "leave it out"
             )
         self._ingest.writer.check()
         self._store.storage.writer().clear()
@@ -710,8 +708,8 @@ class ReplayBuffer:
     def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
         """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
 
-        You read your own writes. Nested keys are written as in `next.reward`. A store with an archive has
-        `history`, too: `transitions` and all rows that have left them, with a column `_archived`.
+        A query sees all earlier writes of this process. Nested keys are written as in `next.reward`. A store
+        with an archive also has `history`: `transitions` and all evicted rows, with a column `_archived`.
 
         Args:
             query: The statement.
@@ -722,13 +720,13 @@ class ReplayBuffer:
 
         Raises:
             QueryError: It is not one SELECT, or DuckDB refuses it.
-            StateError: The store is closed; or, open for reading only, the writer has for two seconds not
-                paused from overwriting rows that the query reads.
+            StateError: The store is closed; or, in a follower, the writer overwrote rows under the query for
+                two seconds.
         """
         return self._store.catalog.query(query, params)
 
     def flush(self) -> None:
-        """Bring everything to the disk: rows, priorities and the number of the next draw.
+        """Sync rows, priorities and the number of the next draw to the disk.
 
         Raises:
             StorageError: The disk failed; the store must be opened again.
@@ -736,40 +734,39 @@ class ReplayBuffer:
         self._store.storage.writer().sync()
 
     def refresh(self) -> None:
-        """Have what is derived from rows follow them: `where`, `weight`, and in a follower episodes.
+        """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
 
-        `where` and `weight` of the sampler are evaluated for all rows as they are now: the next batches are
-        those of any other process, or run, with the same rows, seed and number of the draw. In a follower
-        this also brings episodes, and, after the writer has stopped, its last rows. While it writes new rows
-        show by themselves, those of small batches (up to 8 rows of 16 KiB together) within 0.1 s: they are
-        not waited for. `sql` and `stats` do that, too.
+        `where` and `weight` are evaluated for all present rows. The next batches are then those of any other
+        process, or run, with the same rows, seed and draw number. A follower also reads new episodes and,
+        after the writer has stopped, its last rows. While the writer runs, new rows appear without `refresh`;
+        small batches (up to 8 rows, 16 KiB together) appear within 0.1 s. `sql` and `stats` refresh, too.
 
         Raises:
-            QueryError: `where` or `weight` cannot be computed, or a weight is not a number from 0 on.
+            QueryError: `where` or `weight` cannot be computed, or a weight is negative or not finite.
             StorageError: The store cannot be read.
         """
         self._store.storage.follow(priorities=True)
         self._sampling.refresh()
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
+        """Create a version: the store as it is now, complete and closed, in `path`/vNNNN.
 
-        Others go on adding and sampling; who would overwrite or change a row that is not copied yet
-        waits. What has not changed since the version before is shared with it (hard links). A version is
-        there whole or not at all, after any crash.
+        Other threads append and sample meanwhile; a write that would overwrite or change a row which is not
+        copied yet waits. Files that have not changed since the version before are shared with it (hard
+        links). A crash leaves the whole version or none of it.
 
         Args:
             path: A folder for versions; made if it is missing.
             keep: How many versions remain; those with a tag always do.
 
         Returns:
-            What was made: number, rows, bytes.
+            The version: number, rows, bytes.
 
         Raises:
             SnapshotError: The folder holds something else.
-            LockedError: Somebody else makes a version there just now.
+            LockedError: Another process creates a version there.
             StateError: The store is closed, or open for reading only.
-            StorageError: The disk failed or is full; versions that were there are as they were.
+            StorageError: The disk failed or is full; earlier versions are unchanged.
 
         Example:
             >>> rb.dumps("backup")
@@ -786,20 +783,20 @@ class ReplayBuffer:
         return self.dumps(path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
+        """Replace the store's content by a version's. A crash leaves one or the other, whole.
 
-        Rows, priorities, counts, episodes and seed are then the version's, and so are `alpha` and `beta` of a
-        sampler by priority; the next batches are those that would have come; the capacity stays. Ids and
-        episode ids go on above those of both (where there never were rows they stay), indices are the same if
-        the capacities are. Versions in the folder stay.
-        Fields that came or went since a version of this very store was made are as they were then.
+        Rows, priorities, counts, episodes and seed become the version's, and so do `alpha` and `beta` of a
+        sampler by priority. The next batches are those that would have followed the version. The capacity
+        stays. Ids and episode ids continue above those of both (a store that never had rows takes over the
+        version's); indices are the same if the capacities are. Versions in the folder stay. Fields that were
+        added or dropped since a version of this store was made are as they were then.
 
         Args:
             path: What `dumps` was given, or a store that has tagged versions.
             version: Number or tag; None: the newest.
 
         Raises:
-            SnapshotError: There is no such version; the message lists those that there are.
+            SnapshotError: There is no such version; the message lists the versions.
             SchemaError: This store has other fields.
             CorruptionError: The version is damaged.
             StateError: The store is closed, or open for reading only.
@@ -813,7 +810,7 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
 
-        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        Rows of a store on disk are not part of it (`dumps` copies them); the state only says which they are.
         """
         return self._sampling.state_dict() | {
             "_writer": self._ingest.writer.state_dict(),
@@ -822,18 +819,17 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+        """Continue with the batch that followed `state_dict`, as far as the rows are the same.
 
-        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
-        storage must have them. The batch size, and what transforms keep, are the state's. Open episodes end:
-        who wrote them begins anew.
+        Rows in the state replace those of the storage, as by `loads`; without rows in the state the storage
+        must have them. The batch size, and what transforms keep, become the state's. Open episodes end.
 
         Raises:
-            StateError: The state is of another kind of sampler or of other transforms, of a store with
-                another seed or with rows that are not here, of another `where` or `weight`, or the draws
-                follow from a generator in one of both only, or one for another device; nothing was changed.
+            StateError: The state is of another sampler or other transforms, of another `where` or `weight`,
+                of a store with another seed or rows that are not here, or of a buffer that draws by a
+                generator where this one does not, or by one for another device; nothing was changed.
             SchemaError: The rows have other fields; nothing was changed.
-            ValueError: The writer was set up otherwise; nothing was changed.
+            ValueError: The writer has other settings; nothing was changed.
         """
         self._sampling.check_state(state_dict)
         if not {"_writer", "_transforms", "_batch_size"} <= state_dict.keys():
@@ -884,14 +880,14 @@ class ReplayBuffer:
         return specs_of(self._store.storage)
 
     def set_specs(self, specs: Composite | None) -> None:
-        """Say what values the fields of a row may have; None: nothing is known of them any more.
+        """Set what values the fields of a row may have; None: remove the specs.
 
-        Rows that are there are not looked at: only that they have these fields, with these dtypes and shapes.
-        Later rows with others are refused; values are looked at by `extend(validate="domain")`. The specs
-        stay with the store, like the schema.
+        Values of stored rows are not checked, only that the schema has these fields, with these dtypes and
+        shapes. Later rows with other dtypes or shapes are refused; `extend(validate="domain")` checks values.
+        The specs are kept in the store, like the schema.
 
         Args:
-            specs: Of some or all fields, as nested as these; without batch dims.
+            specs: Of some or all fields, nested like the rows; without batch dims.
 
         Raises:
             SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
@@ -955,11 +951,11 @@ class ReplayBuffer:
 
         Args:
             storage: The new one.
-            collate_fn: Takes the place of the former; None: the default.
+            collate_fn: Replaces the former function; None: the default.
 
         Raises:
             StateError: The buffer is closed.
-            TypeError: It is no storage.
+            TypeError: It is not a storage.
             ValueError: The sampler does not fit it; nothing was changed.
         """
         self._store.check_open()
@@ -971,33 +967,33 @@ class ReplayBuffer:
 
     @property
     def sampler(self) -> Any:
-        """What makes up a batch, as it was given."""
+        """What chooses the rows of batches, as it was given."""
         return given(self._sampling.sampler)
 
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; return the one before.
 
-        Draws are counted on; a sampler that keeps a place in the store begins anew, unless the one before
+        Draw numbers continue. A sampler that keeps a place in the store begins anew, unless the one before
         was of its kind.
 
         Raises:
             StateError: The store is closed.
-            TypeError: It is no sampler.
+            TypeError: It is not a sampler.
             ValueError: It does not fit this buffer; nothing was changed.
-            QueryError: The rows have no such fields as its `where` or `weight` name.
+            QueryError: The rows lack the fields that its `where` or `weight` names.
         """
         return self._sampling.set_sampler(sampler)
 
     @property
     def writer(self) -> Writer:
-        """Where rows go."""
+        """What gives rows their places."""
         return self._ingest.writer
 
     def set_writer(self, writer: Writer) -> Writer:
         """Place rows by another writer from now on; return the one before.
 
         Raises:
-            TypeError: It is no writer.
+            TypeError: It is not a writer.
         """
         former = self._ingest.set_writer(writer)
         self._batches.label_generations(writer.tracks_generations)
@@ -1005,15 +1001,15 @@ class ReplayBuffer:
 
     @property
     def transform(self) -> Compose:
-        """What is done to rows on their way in, and to batches on their way out."""
+        """The transforms of written rows and of samples."""
         return self._batches.transform
 
     def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
-        """Add a transform behind the others; return the buffer.
+        """Add a transform after the others; return the buffer.
 
         Args:
-            transform: A callable, which acts on samples, or a torchrl Transform.
-            invert: It acts on what is written instead.
+            transform: A callable, which changes samples, or a torchrl Transform.
+            invert: Change what is written instead.
 
         Raises:
             StateError: The buffer is closed.
@@ -1024,12 +1020,12 @@ class ReplayBuffer:
         return self.insert_transform(len(self._batches.transform), transform, invert=invert)
 
     def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
-        """Add a transform before the one of this number; return the buffer.
+        """Insert a transform at a position; return the buffer.
 
         Args:
-            index: Which number it is to have.
+            index: Its position in the chain.
             transform: As `append_transform`.
-            invert: As there.
+            invert: Change what is written instead.
 
         Raises:
             StateError: The buffer is closed.

@@ -106,7 +106,7 @@ def _shrink() -> None:
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
     engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
+    retention.PolicyRunner.start = lambda runner: None  # type: ignore[method-assign]
 
 
 class Hand:
