@@ -61,7 +61,7 @@ class BatchBuilder(StorePart):
         metadata: Any = None,
     ) -> None:
         self._style = style
-        #: What is done to batches; the ingest uses the same chain.
+        #: The chain of transforms; the ingest uses the same object.
         self.transform = transform
         self._collate_fn = collate_fn
         self._asked_device = None if device is None else torch.device(device)
@@ -88,7 +88,7 @@ class BatchBuilder(StorePart):
         self._collate_fn = collate_fn
 
     def label_generations(self, wanted: bool) -> None:
-        """Say whether batches carry `index_generation`, which follows from the buffer's writer."""
+        """Set whether batches carry `index_generation`, which depends on the buffer's writer."""
         self._generations = wanted
 
     def add_finisher(self, finisher: Finisher) -> None:
@@ -113,7 +113,7 @@ class BatchBuilder(StorePart):
             storage: What holds the rows.
             rows: Which rows it has, and what is said of each.
             columns: Their values. Shapes `(n, *row shape)`.
-            view: What step transforms have seen; None: there are none.
+            view: What step transforms have seen; None: the chain has no step transform.
             numbers: The random numbers of the transforms; None: none draws.
             as_numpy: Return nested dicts of arrays.
         """

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Columns"]
 
-#: Stands where nothing was given, as None has a meaning.
+#: Marks an argument that was not given: None has a meaning.
 _NOTHING: Any = object()
-#: So many bytes of rows are handed to a function at a time, and so many rows at most.
+#: Most bytes, and most rows, that a function gets at a time.
 _BYTES, _ROWS = 64 << 20, 4096
 
 Function = Callable[[TensorDictBase], Any]
@@ -76,30 +76,31 @@ class Columns:
         spec: TensorSpec | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Give rows one more field, those that are there and later ones; on the disk when this returns.
+        """Add a field to all rows, stored and later ones. It is on the disk when this returns.
 
-        Values of the rows that are there are computed beside what goes on; who adds rows waits only while the
-        last ones get theirs. Other fields are neither read, unless values follow from them, nor written to.
-        The field lies flat, and behind the others.
+        Values of stored rows are computed while other threads append and sample; appends wait only while the
+        last rows get their values. Other fields are not written to, and are read only to compute values. The
+        field has the flat layout, and is the last one of the schema.
 
         Args:
-            name: Which field; a tuple for one inside a group.
-            fill: The value of all rows that are there: a number, or a tensor of the row's shape.
-            function: Or what computes it: it gets a TensorDict of up to 4096 rows as they are stored, with
-                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It only reads, and may
-                be given rows more than once.
-            sql: Or an SQL expression over a row and its episode, as `where=` of samplers takes it.
-            dtype: Of the field, torch's, NumPy's or a name; None: as `spec`, or the values, have it.
-            shape: Of a row's value; None: as `spec`, or the values, have it.
-            default: What later rows have that come without the field; None: they must have it. By default
-                `fill`, and None with the others.
-            spec: What values it may have; needed where the buffer has `specs`.
-            progress: Is told how many rows have their value, and of how many.
+            name: The field; a tuple for one inside a group.
+            fill: The value of all stored rows: a number, or a tensor of the row's shape.
+            function: Computes the values: it takes a TensorDict of up to 4096 rows as they are stored, with
+                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It must only read, and
+                may be called more than once with a row.
+            sql: An SQL expression over a row and its episode, as `where=` of samplers takes it. One of
+                `fill`, `function` and `sql` is given.
+            dtype: Dtype of torch or NumPy, or its name; None: that of `spec` or of the values.
+            shape: Shape of a row's value; None: that of `spec` or of the values.
+            default: The value of later rows that lack the field; None: they are refused. By default `fill`,
+                and None with `function` and `sql`.
+            spec: What values the field may have; needed if the buffer has `specs`.
+            progress: Called with the number of rows that have their value, and with that of all rows.
 
         Raises:
-            SchemaError: There is such a field, it cannot be one, or values do not fit; nothing was changed.
+            SchemaError: The field exists, it cannot be a field, or values do not fit; nothing was changed.
             QueryError: `sql` is not one expression over a row and its episode, or cannot be computed.
-            StateError: No rows have come yet, rows are objects, or the store cannot be written.
+            StateError: The store has no rows yet, rows are objects, or the store cannot be written.
             StorageError: The disk failed.
 
         Example:
@@ -143,10 +144,10 @@ class Columns:
         self._sampling.drop_prefetched()
 
     def drop(self, name: str | tuple[str, ...]) -> None:
-        """Take a field away from all rows; on the disk when this returns. Its file goes, others stay.
+        """Drop a field of all rows. It is gone from the disk when this returns; other files are unchanged.
 
         Args:
-            name: Which field; a tuple for one inside a group.
+            name: The field; a tuple for one inside a group.
 
         Raises:
             SchemaError: There is no such field, it is the only one, or something needs it: episodes, the
@@ -172,7 +173,7 @@ class Columns:
 
 
 def _stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
-    """Return those of some rows that are still there, as they are stored, with `index` and `id`."""
+    """Return the rows that are still there, as they are stored, with `index` and `id`."""
     found, columns = read_present(storage, ids)
     index = torch.from_numpy(storage.geometry.index_of(found))
     root = {"index": index, "id": torch.from_numpy(found)}
@@ -210,14 +211,14 @@ def _dtype_name(dtype: Any) -> str:
     if name is None:
         name = dtype if isinstance(dtype, str) else str(np.dtype(dtype))
     if name not in DTYPES:
-        raise SchemaError(f"dtype {dtype!r} is none of a field", hint="supported are " + ", ".join(DTYPES))
+        raise SchemaError(f"a field cannot have dtype {dtype!r}", hint="supported are " + ", ".join(DTYPES))
     return name
 
 
 def _entry_of(
     storage: ReadView, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
 ) -> Field:
-    """Return the field, asking values what is not said."""
+    """Return the field; what the caller did not say is taken from the values."""
     if isinstance(given, _Values):
         if dtype is not None and shape is not None:
             return Field(key, dtype, shape)
@@ -235,7 +236,7 @@ def _entry_of(
     return Field(key, dtype or _name_of(value), tuple(value.shape) if shape is None else shape)
 
 
-#: So many rows are looked at to learn what their values are.
+#: How many rows are read to find the dtype and shape of values.
 _FEW = 8
 
 
@@ -250,12 +251,12 @@ def _value_of(entry: Field, value: Any) -> Array:
         return np.array(np.broadcast_to(array, entry.shape), entry.numpy_dtype)
     except ValueError as exc:
         raise SchemaError(
-            f"field {key_name(entry.key)!r}: a value of shape {list(array.shape)} is none of {entry}"
+            f"field {key_name(entry.key)!r}: a value of shape {list(array.shape)} does not fit {entry}"
         ) from exc
 
 
 class _Values:
-    """Compute the values of rows. `ask` returns those of rows that are there: ids, and an array or tensor."""
+    """Compute the values of rows. `ask` returns the ids of rows that are still there, and their values."""
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
         raise NotImplementedError

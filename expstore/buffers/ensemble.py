@@ -46,33 +46,34 @@ _CHOICE = 1 << 62
 class ReplayBufferEnsemble:
     """Sample several buffers as one.
 
-    A batch has two batch dims: parts, and the rows of each, all of one member. `("index", "buffer_ids")` says
-    which member, `("index", "index")` which row of it; what members' samplers tell of rows is beside them.
+    A batch has two batch dims: parts, and the rows of each part, which come from one member.
+    `("index", "buffer_ids")` names the member and `("index", "index")` the row; what members' samplers say of
+    rows has keys of its own.
 
-    Which members a batch is drawn from follows from their seeds and from how many batches they have handed
-    out, so that a restart goes on with the batch that would have come. With a generator it follows from that,
-    and so do the members' own draws.
+    The members' seeds, and how many batches they have returned, decide which members a batch is drawn from:
+    after a restart the next batch is the one that would have come. With a generator, that decides, and the
+    members draw by it, too.
 
     Threads: any number may sample, one after another; members may be used meanwhile. Processes: a copy has
     copies of the members, which follow their stores. Crashes: as the members; `dumps` makes a version of each
     of them, one after another.
 
     Args:
-        rbs: The members; or else
-        storages: their storages, with transforms,
-        samplers: samplers,
-        writers: and writers.
-        transform: What is done to batches, after the members' own transforms.
-        batch_size: Of `sample` and iteration, all parts together.
+        rbs: The members. Without them `storages`, `samplers` and `writers` are given.
+        storages: Storages of the members, with their transforms.
+        samplers: Samplers of the members.
+        writers: Writers of the members.
+        transform: Transforms of batches, which act after the members' own.
+        batch_size: Rows per batch, all parts together.
         collate_fn: Makes a batch of a list of parts; None: they are stacked.
-        collate_fns: Make a part of what a member gives, one for each.
-        p: As `SamplerEnsemble`, as are the next two.
-        sample_from_all: See there.
-        num_buffer_sampled: See there.
-        routing_key: The field that says which member each row is written to.
-        routing_dim: The batch dim that does, instead.
-        generator: What draws follow from; None: the members' seeds.
-        torchrl: Keywords that torchrl's ensemble has and that mean nothing here.
+        collate_fns: One function per member, which makes a part of the member's batch.
+        p: How often each member is drawn from; see `SamplerEnsemble`.
+        sample_from_all: Draw from all members; see `SamplerEnsemble`.
+        num_buffer_sampled: How many parts a batch has; see `SamplerEnsemble`.
+        routing_key: The field that names the member which each row is written to.
+        routing_dim: The batch dim whose places are the members, instead of a routing key.
+        generator: Random numbers of all draws; None: the members' seeds.
+        torchrl: Keywords that torchrl's ensemble has and this one has no use for.
 
     Raises:
         RuntimeError: Members are given, and parts of them, too.
@@ -361,9 +362,9 @@ class ReplayBufferEnsemble:
                 returns them.
             generation: Their `index_generation`. In the shape of `buffer_ids`.
             patch: New values by key. In that shape, then that of the field.
-            version_key: As the members' `update_if_present`, as are the next two.
-            version: As there.
-            require_newer: As there.
+            version_key: As the members' `update_if_present`.
+            version: As the members' `update_if_present`.
+            require_newer: As the members' `update_if_present`.
 
         Returns:
             What was done with each row, in that shape.
@@ -427,16 +428,16 @@ class ReplayBufferEnsemble:
         terminated_key: str | tuple[str, ...] | None = ("next", "terminated"),
         truncated_key: str | tuple[str, ...] | None = ("next", "truncated"),
     ) -> None:
-        """Close what members' streams have left open, before collectors begin anew.
+        """End the open episodes of members' unnamed streams, before collectors begin anew.
 
-        The newest row of every open episode becomes done, and truncated unless it says that it is over; what
-        is written next belongs to new episodes, whatever trajectory ids it bears. Streams with a name
-        (`source=`) go on. Nobody may write meanwhile.
+        The newest row of every open episode becomes done, and truncated unless it is terminated. Later rows
+        belong to new episodes, whatever their trajectory ids. Named streams (`source=`) stay open. No other
+        thread may write meanwhile.
 
         Args:
             end_key: The field that ends an episode.
-            terminated_key: The field that says that it ended by itself; never changed.
-            truncated_key: The field that says that it was cut off; None: there is none.
+            terminated_key: The field that marks a terminated episode; never changed.
+            truncated_key: The field that marks a truncated episode; None: rows have no such field.
 
         Raises:
             SchemaError: There is no such field; nothing was changed.
@@ -542,7 +543,7 @@ class ReplayBufferEnsemble:
         Args:
             index: Its number.
             transform: As `append_transform`.
-            invert: As there.
+            invert: Change what is written instead.
         """
         self._transform.insert(index, _joint(Compose(transform)), invert=invert)
         return self

@@ -76,7 +76,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         goal_key: The field with the goal.
         achieved_goal_key: The field with what was reached.
         reward_key: The field with the reward.
-        end_key: The field that ends episodes, or the one beside it that is called "terminated"; those of the
+        end_key: The field that ends episodes, or "terminated" in the same group; those of the
             store are meant by ("next", "done").
         sampler: What makes up a batch; uniform by default.
         keywords: As `TensorDictReplayBuffer`.
@@ -175,7 +175,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         """Restore what `state_dict` returned; see `ReplayBuffer.load_state_dict`.
 
         Raises:
-            StateError: As there; or the state is of a buffer with other goals. Nothing was changed.
+            StateError: The state does not fit, or is of a buffer with other goals; nothing was changed.
         """
         self._goals.check_settings(state_dict.get("_her"))
         super().load_state_dict(state_dict)
@@ -318,13 +318,13 @@ class _Goals(StepTransform):
     """Give the first rows of one batch their goals.
 
     Args:
-        reward_fn: As `HERReplayBuffer`, and so are the keys.
-        strategy: See there.
-        count: How many rows.
-        goal: See there.
-        achieved: See there.
-        reward: See there.
-        runs: What episodes are.
+        reward_fn: Returns the rewards of rows that have new goals.
+        strategy: Where goals come from.
+        count: How many rows get one.
+        goal: The field with the goal.
+        achieved: The field with what was reached.
+        reward: The field with the reward.
+        runs: The steps of episodes.
     """
 
     reward_fn: Callable[[TensorDictBase], torch.Tensor]
@@ -343,7 +343,7 @@ class _Goals(StepTransform):
         """Return ids of the rows that give the goals. Shape `(count,)`."""
         ids, generator = view.ids[: self.count], view.generator
         if generator is None:
-            raise StateError("goals are drawn with a batch: there are none where rows are read by index")
+            raise StateError("goals are drawn with a batch: rows that are read by index have no new goals")
         if self.strategy is HindsightStrategy.RANDOM:
             window = readable(view.storage)
             return window.nth(generator.integers(0, window.rows, ids.size))

@@ -239,7 +239,7 @@ class PolicyRunner:
         return chosen, np.searchsorted(episodes, chosen[0])
 
     def _match(self, where: str, episodes: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Say of which episodes a condition holds for a row at least."""
+        """Return for which episodes a condition holds for at least one row."""
         storage, filter = self._storage, self._filter_of(where)
         matched = np.zeros(episodes.size, np.bool_)
         if filter is None or not episodes.size:
@@ -258,7 +258,7 @@ class PolicyRunner:
     def _too_many(
         self, most: int, episodes: IntArray, going: np.ndarray[tuple[int], np.dtype[np.bool_]]
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Say which episodes, the oldest, are too many for so many bytes, beside those that go anyway."""
+        """Return which of the oldest episodes to delete for the size, besides those that go anyway."""
         storage = self._storage
         fragments, places = self._fragments(episodes)
         rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)

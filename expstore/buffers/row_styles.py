@@ -52,7 +52,7 @@ class RowStyle(ABC):
 
     @abstractmethod
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
-        """Return the priorities that come with new rows; None: there are none. Shape `(n,)`."""
+        """Return the priorities that come with new rows, or None. Shape `(n,)`."""
 
     @abstractmethod
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:

@@ -44,13 +44,13 @@ class Relabeling(Protocol):
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
     ) -> StepView | None:
-        """Return a view that has seen what the new values follow from; None: there are none.
+        """Return a view that has read what the new values follow from; None: no row gets new values.
 
         Args:
             storage: What holds the rows.
             ids: The rows of the batch. Shape `(n,)`.
             generator: The random numbers of this draw.
-            view: What step transforms have seen; None: there are none.
+            view: What step transforms have read; None: the chain has no step transform.
         """
 
     def user_of(self, key: Key) -> str | None:
@@ -202,7 +202,7 @@ class Sampling(StorePart):
         """Raise an error if no row can be drawn.
 
         Raises:
-            NotReadyError: There is none.
+            NotReadyError: No row can be drawn.
             StateError: The store is closed.
         """
         storage = self._store.storage

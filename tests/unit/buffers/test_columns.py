@@ -439,9 +439,9 @@ def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
         (SchemaError, "cannot be a path", {"name": "a/b", "fill": 1}),
         (SchemaError, "has no values", {"name": "x", "fill": torch.zeros(0)}),
         (SchemaError, "rows of a fixed size", {"name": "x", "fill": None, "dtype": "object"}),
-        (SchemaError, "is none of a field", {"name": "x", "fill": 1, "dtype": "int128"}),
+        (SchemaError, "a field cannot have dtype", {"name": "x", "fill": 1, "dtype": "int128"}),
         (SchemaError, "which may lose values|dtype mismatch", {"name": "x", "fill": 1.5, "dtype": "int8"}),
-        (SchemaError, "is none of", {"name": "x", "fill": torch.ones(3), "shape": (2,)}),
+        (SchemaError, "does not fit", {"name": "x", "fill": torch.ones(3), "shape": (2,)}),
         (
             SchemaError,
             "would say what rows are to their episodes",
