@@ -50,6 +50,18 @@ class HindsightStrategy(StrEnum):
     RANDOM = "random"
 
 
+def _setting(name: str, doc: str) -> Any:
+    """Return a property for a setting of the buffer's `HindsightGoals`; setting it acts on the next batch."""
+
+    def read(buffer: HERReplayBuffer) -> Any:
+        return getattr(buffer._goals, name)
+
+    def write(buffer: HERReplayBuffer, value: Any) -> None:
+        buffer._goals.change(name, value)
+
+    return property(read, write, doc=doc)
+
+
 class HERReplayBuffer(TensorDictReplayBuffer):
     """Sample rows, of which a part pursues goals that were in fact reached.
 
@@ -124,25 +136,10 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         super().__init__(sampler=sampler, **keywords)
         self._sampling.relabel_by(goals)
 
-    @property
-    def reward_fn(self) -> Callable[[TensorDictBase], torch.Tensor]:
-        """What returns the rewards of rows that have new goals."""
-        return self._goals.reward_fn
-
-    @property
-    def goal_key(self) -> str | tuple[str, ...]:
-        """The field with the goal."""
-        return self._goals.goal_key
-
-    @property
-    def achieved_goal_key(self) -> str | tuple[str, ...]:
-        """The field with what was reached."""
-        return self._goals.achieved_goal_key
-
-    @property
-    def reward_key(self) -> str | tuple[str, ...]:
-        """The field with the reward."""
-        return self._goals.reward_key
+    reward_fn = _setting("reward_fn", "What returns the rewards of rows that have new goals.")
+    goal_key = _setting("goal_key", "The field with the goal.")
+    achieved_goal_key = _setting("achieved_goal_key", "The field with what was reached.")
+    reward_key = _setting("reward_key", "The field with the reward.")
 
     @property
     def end_key(self) -> str | tuple[str, ...]:
@@ -217,6 +214,11 @@ class HindsightGoals:
         self._ends = end, (*end[:-1], "terminated")
         self._trajectories = Trajectories(ends=self._ends)
         self._checked: Schema | None = None
+
+    def change(self, name: str, value: Any) -> None:
+        """Set `reward_fn`, or a key other than `end_key`."""
+        setattr(self, name, value)
+        self._checked = None
 
     def set_ratio(self, ratio: float) -> None:
         """Set which part of a batch gets new goals."""
