@@ -1058,8 +1058,8 @@ class ReplayBuffer:
 
     def __copy__(self) -> Self:
         """Return a buffer with parts of its own over the same storage; over a store on disk it follows."""
-        storage = self._store.storage
-        return copy.deepcopy(self, {id(storage): storage})
+        shared = [self._store.storage] if self._store.is_in_memory else []
+        return copy.deepcopy(self, {id(storage): storage for storage in shared})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy in another process needs: it follows the store, or has its rows in RAM, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import threading
@@ -93,6 +94,27 @@ def test_a_copy_that_was_never_opened_is_closed_for_good(path: Path) -> None:
     with pytest.raises(StateError, match="closed"):
         _ = copied.storage
     handle.close()
+
+
+def test_a_copy_of_a_buffer_opens_nothing_until_it_is_used(path: Path) -> None:
+    with expstore.open(path) as rb:
+        first = pickle.loads(pickle.dumps(rb))
+        second = copy.copy(first)
+        assert first._store.life is second._store.life is Life.COPIED
+        assert (len(second), first._store.life, second._store.life) == (10, Life.COPIED, Life.OPEN)
+        first.close()
+        second.close()
+        assert len(rb) == 10
+
+
+def test_a_shallow_copy_in_ram_shares_the_rows() -> None:
+    rb = expstore.ReplayBuffer(storage=MemoryStorage(10), batch_size=4)
+    rb.extend(numbered_rows(3))
+    twin = copy.copy(rb)
+    assert twin.storage is rb.storage
+    assert twin.sampler is not rb.sampler
+    twin.extend(numbered_rows(2))
+    assert len(rb) == 5
 
 
 def test_a_copy_in_ram_has_the_rows() -> None:
