@@ -179,6 +179,8 @@ AnySpec = Annotated[
     Field(discriminator="kind"),
 ]  # fmt: skip
 _KEPT = 32
+#: What draws for requests.
+_Drawer = TensorDictReplayBuffer | SeededReplayBuffer
 _NO_IDS = np.zeros(0, np.int64)
 
 
@@ -199,7 +201,7 @@ class Drawers:
     ) -> None:
         self._path, self._rb, self._limiter, self._seconds = path, rb, limiter, seconds
         self._lock = Lock()
-        self._kept: OrderedDict[tuple[str, str | None, int | None], TensorDictReplayBuffer] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str | None, int | None], _Drawer] = OrderedDict()
         self._named: dict[str, tuple[Any, TensorDictReplayBuffer]] = {}
 
     def draw(
@@ -233,27 +235,26 @@ class Drawers:
         if isinstance(spec, str):
             if where is not None or seed is not None or number is not None:
                 raise Refusal(422, "a sampler with a name has its condition and its seed already")
-            buffer, storage = self.named(spec), self._rb.storage
-            if buffer.storage is not storage:
+            named, storage = self.named(spec), self._rb.storage
+            if named.storage is not storage:
                 storage.drain()  # else small batches would show a moment later
-            return buffer.sample(batch_size)
+            return named.sample(batch_size)
         buffer = self._buffer(Uniform() if spec is None else spec, where, seed)
         if isinstance(buffer, SeededReplayBuffer):
             return buffer.draw(number, batch_size)
         return buffer.sample(batch_size)
 
-    def _buffer(self, spec: Any, where: str | None, seed: int | None) -> TensorDictReplayBuffer:
+    def _buffer(self, spec: Any, where: str | None, seed: int | None) -> _Drawer:
         key = spec.model_dump_json(), where, seed
         with self._lock:
             known = self._kept.get(key)
             if known is None:
                 sampler = self._sampler(spec, where)
                 storage = self._rb.storage
-                known = (
-                    TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
-                    if seed is None
-                    else SeededReplayBuffer(storage, sampler, seed=seed)
-                )
+                if seed is None:
+                    known = TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
+                else:
+                    known = SeededReplayBuffer(storage, sampler, seed=seed)
                 self._kept[key] = known
                 if len(self._kept) > _KEPT:
                     _, oldest = self._kept.popitem(last=False)

@@ -64,7 +64,7 @@ async def dumps(store: Store, asked: Tag) -> Made:
 
     def make() -> Version:
         tag = asked.tag
-        return store.rb.dumps(store.path / OWN_FOLDER) if tag is None else store.rb.tag(tag)
+        return store.rb.dumps(store.path / OWN_FOLDER) if tag is None else store.rb.snapshots.tag(tag)
 
     return _made(await store.run(make))
 

@@ -1,7 +1,6 @@
-"""The specs of a store's fields, and rows held against them.
+"""The specs of a store's fields, and checks of rows against them.
 
-Used by buffers: `specs`, `set_specs` and `extend(validate="domain")`. It reads no rows, and costs nothing
-where nobody asks for it.
+Used by buffers: `specs`, `set_specs` and `extend(validate="domain")`. It reads no stored rows.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
     specs = known[1] if known[0] == text else specs_of(storage)
     if specs is None:
         raise StateError(
-            'validate="domain" asks what values are allowed, and nobody has said that of this store',
+            'validate="domain" checks values against specs, and this store has none',
             hint="give a Composite to expstore.open(schema=...), or use set_specs() of the buffer",
         )
     schema = storage.schema or Schema.infer(batch.signature(), batch.form)

@@ -1,13 +1,13 @@
 """Several buffers sampled as one, and written to by a key that says which.
 
-Built on buffers: members stay what they are, and can be used by themselves. It keeps no rows and no files of
-its own.
+Members are buffers, and can be used by themselves. An ensemble keeps no rows and no files of its own.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal, Self
@@ -16,23 +16,23 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.batch_builder import along
 from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
 from expstore.buffers.ensemble_routing import Route
-from expstore.buffers.ensemble_updates import MemberPatching
-from expstore.buffers.idempotency import make_key
-from expstore.buffers.indexing import along
+from expstore.buffers.ingest import make_key
 from expstore.buffers.open_streams import Tails
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.rng import Draws
-from expstore.buffers.torchrl_service import Direct
+from expstore.buffers.updates import ConditionalUpdateResult, Patch, check_can_update, leaves_of
 from expstore.core.members import find_members
 from expstore.core.torchrl_keywords import ENSEMBLE, check_keywords
-from expstore.core.values import IntArray
+from expstore.core.values import IntArray, key_name
 from expstore.data.containers import stack
 from expstore.data.to_arrays import to_arrays
 from expstore.disk.local_path import local_path
-from expstore.errors import StateError
+from expstore.errors import SchemaError, StateError
 from expstore.samplers.ensemble import SamplerEnsemble
 from expstore.storages.ensemble import StorageEnsemble
 from expstore.transforms import Compose
@@ -44,35 +44,36 @@ __all__ = ["ReplayBufferEnsemble"]
 _CHOICE = 1 << 62
 
 
-class ReplayBufferEnsemble(MemberPatching, Direct):
+class ReplayBufferEnsemble:
     """Sample several buffers as one.
 
-    A batch has two batch dims: parts, and the rows of each, all of one member. `("index", "buffer_ids")` says
-    which member, `("index", "index")` which row of it; what members' samplers tell of rows is beside them.
+    A batch has two batch dims: parts, and the rows of each part, which come from one member.
+    `("index", "buffer_ids")` names the member and `("index", "index")` the row; what members' samplers say of
+    rows has keys of its own.
 
-    Which members a batch is drawn from follows from their seeds and from how many batches they have handed
-    out, so that a restart goes on with the batch that would have come. With a generator it follows from that,
-    and so do the members' own draws.
+    The members' seeds, and how many batches they have returned, decide which members a batch is drawn from:
+    after a restart the next batch is the one that would have come. With a generator, that decides, and the
+    members draw by it, too.
 
     Threads: any number may sample, one after another; members may be used meanwhile. Processes: a copy has
     copies of the members, which follow their stores. Crashes: as the members; `dumps` makes a version of each
     of them, one after another.
 
     Args:
-        rbs: The members; or else
-        storages: their storages, with transforms,
-        samplers: samplers,
-        writers: and writers.
-        transform: What is done to batches, after the members' own transforms.
-        batch_size: Of `sample` and iteration, all parts together.
+        rbs: The members. Without them `storages`, `samplers` and `writers` are given.
+        storages: Storages of the members, with their transforms.
+        samplers: Samplers of the members.
+        writers: Writers of the members.
+        transform: Transforms of batches, which act after the members' own.
+        batch_size: Rows per batch, all parts together.
         collate_fn: Makes a batch of a list of parts; None: they are stacked.
-        collate_fns: Make a part of what a member gives, one for each.
-        p: As `SamplerEnsemble`, as are the next two.
-        sample_from_all: See there.
-        num_buffer_sampled: See there.
-        routing_key: The field that says which member each row is written to.
-        routing_dim: The batch dim that does, instead.
-        generator: What draws follow from; None: the members' seeds.
+        collate_fns: One function per member, which makes a part of the member's batch.
+        p: How often each member is drawn from; see `SamplerEnsemble`.
+        sample_from_all: Draw from all members; see `SamplerEnsemble`.
+        num_buffer_sampled: How many parts a batch has; see `SamplerEnsemble`.
+        routing_key: The field that names the member which each row is written to.
+        routing_dim: The batch dim whose places are the members, instead of a routing key.
+        generator: Random numbers of all draws; None: the members' seeds.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
@@ -188,7 +189,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         return Draws(key, _CHOICE).generator(sum(rb.storage.draws.number for rb in self._rbs))
 
     def _counts(self, size: int) -> list[int]:
-        return [rb._sampler.sampleable(rb.storage, size) for rb in self._rbs]
+        return [rb.count_candidates(size) for rb in self._rbs]
 
     def _parts(self, chosen: IntArray, size: int) -> tuple[list[Any], list[TensorDict]]:
         """Draw the parts of a batch, those of one member by one draw."""
@@ -346,6 +347,82 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
             count += self._rbs[member].update_priority(rows[mine], np.array(values[mine], np.float32))
         return count
 
+    def update_if_present(
+        self,
+        *,
+        index: TensorDictBase,
+        generation: torch.Tensor,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+    ) -> ConditionalUpdateResult:
+        """Change fields of those rows that are still there; no other row is ever reached.
+
+        Args:
+            index: Which rows: `buffer_ids` and `index`, as samples have them below `"index"`, and as `extend`
+                returns them.
+            generation: Their `index_generation`. In the shape of `buffer_ids`.
+            patch: New values by key. In that shape, then that of the field.
+            version_key: As the members' `update_if_present`.
+            version: As the members' `update_if_present`.
+            require_newer: As the members' `update_if_present`.
+
+        Returns:
+            What was done with each row, in that shape.
+
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: Values do not fit; patches of members before are applied.
+            StateError: A member's writer does not track generations; nothing was changed.
+            TypeError: Members are not named by integers.
+            ValueError: There is no such member; nothing was changed.
+        """
+        members, rows = pairs(index, len(self._rbs))
+        shape = index.get("buffer_ids").shape
+        generations = torch.as_tensor(generation).reshape(-1).cpu().numpy()
+        if generations.size != members.size:
+            raise SchemaError(
+                "generation and routed index metadata must address the same number of records, got "
+                f"{generations.size} and {members.size}"
+            )
+        fields = {key: _flat(key_name(key), value, shape) for key, value in leaves_of(patch).items()}
+        several = torch.as_tensor(version).numel() > 1 if version is not None else False
+        versions = torch.as_tensor(version).reshape(-1) if several else version
+        for rb in self._rbs:
+            check_can_update(rb.storage, rb.writer, by_index=True)
+        updated = torch.zeros(members.size, dtype=torch.bool)
+        rejected = None if version_key is None else torch.zeros_like(updated)
+        for member in np.unique(members).tolist():
+            mine = torch.from_numpy(np.flatnonzero(members == member))
+            found = self._rbs[member].update_if_present(
+                index=rows[mine.numpy()],
+                generation=generations[mine.numpy()],
+                patch={key: values[mine] for key, values in fields.items()},
+                version_key=version_key,
+                version=versions[mine] if several else version,
+                require_newer=require_newer,
+            )
+            updated[mine] = found.updated
+            if rejected is not None and found.version_rejected is not None:
+                rejected[mine] = found.version_rejected
+        return ConditionalUpdateResult(
+            updated.reshape(shape), None if rejected is None else rejected.reshape(shape)
+        )
+
+    def submit_update_if_present(self, **patch: Any) -> Future[ConditionalUpdateResult]:
+        """Call `update_if_present`, and return its result or error as a future that is done.
+
+        Args:
+            patch: As in `update_if_present`.
+        """
+        done: Future[ConditionalUpdateResult] = Future()
+        try:
+            done.set_result(self.update_if_present(**patch))
+        except Exception as exc:
+            done.set_exception(exc)
+        return done
+
     def end_streams(
         self,
         *,
@@ -353,16 +430,16 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         terminated_key: str | tuple[str, ...] | None = ("next", "terminated"),
         truncated_key: str | tuple[str, ...] | None = ("next", "truncated"),
     ) -> None:
-        """Close what members' streams have left open, before collectors begin anew.
+        """End the open episodes of members' unnamed streams, before collectors begin anew.
 
-        The newest row of every open episode becomes done, and truncated unless it says that it is over; what
-        is written next belongs to new episodes, whatever trajectory ids it bears. Streams with a name
-        (`source=`) go on. Nobody may write meanwhile.
+        The newest row of every open episode becomes done, and truncated unless it is terminated. Later rows
+        belong to new episodes, whatever their trajectory ids. Named streams (`source=`) stay open. No other
+        thread may write meanwhile.
 
         Args:
             end_key: The field that ends an episode.
-            terminated_key: The field that says that it ended by itself; never changed.
-            truncated_key: The field that says that it was cut off; None: there is none.
+            terminated_key: The field that marks a terminated episode; never changed.
+            truncated_key: The field that marks a truncated episode; None: rows have no such field.
 
         Raises:
             SchemaError: There is no such field; nothing was changed.
@@ -372,7 +449,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """
         tails = Tails(end_key, terminated_key, truncated_key)
         for rb in self._rbs:
-            tails.check(rb.storage, rb._sampler)
+            tails.check(rb.storage, rb.sampler)
         for rb in self._rbs:
             if len(rb.storage):
                 tails.close(rb.storage)
@@ -468,7 +545,7 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         Args:
             index: Its number.
             transform: As `append_transform`.
-            invert: As there.
+            invert: Change what is written instead.
         """
         self._transform.insert(index, _joint(Compose(transform)), invert=invert)
         return self
@@ -543,6 +620,13 @@ class ReplayBufferEnsemble(MemberPatching, Direct):
         """Whether no member has been closed."""
         return all(rb.is_alive for rb in self._rbs)
 
+    service_backend = property(torchrl_service.service_backend)
+    start = torchrl_service.start
+    client = torchrl_service.client
+    share = torchrl_service.share
+    synchronize = torchrl_service.synchronize
+    shutdown = torchrl_service.shutdown
+
     def __enter__(self) -> Self:
         return self
 
@@ -604,3 +688,13 @@ def _assembled(
             storages, samplers, writers, transforms, fns, strict=True
         )
     )
+
+
+def _flat(name: str, value: Any, shape: torch.Size) -> torch.Tensor:
+    """Return values of rows in one dim."""
+    values = torch.as_tensor(value).cpu()
+    if values.shape[: len(shape)] != shape:
+        raise SchemaError(
+            f"Patch entry {name!r} must start with shape {tuple(shape)}, got {tuple(values.shape)}."
+        )
+    return values.reshape(shape.numel(), *values.shape[len(shape) :])

@@ -39,7 +39,7 @@ def join(batches: list[Any]) -> Any:
 
 
 def columns_of(info: dict[Any, Any], rows: int) -> dict[Any, torch.Tensor]:
-    """Return what is told of each of so many rows, without what is told beside them."""
+    """Return the entries that have one value for each of so many rows."""
     return {
         key: value
         for key, value in info.items()

@@ -1,23 +1,28 @@
-"""Episodes of a buffer, `rb.episodes`: ask for them, end open ones, adopt those of an earlier session.
+"""Episodes of a buffer, `rb.episodes`: query, annotate and delete them, end open ones, adopt earlier ones.
 
-Used by users and by the server. It adds no rows.
+Used by users and by the server. It appends no rows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from expstore.episodes.annotations import merge_info, pack_info
 from expstore.episodes.sessions import SessionKey
-from expstore.errors import SchemaError
+from expstore.errors import SchemaError, StateError
+from expstore.storages.episode_lookup import check_episode
 from expstore.storages.sessions import end_episodes, end_sessions, end_unnamed, resume
 
 if TYPE_CHECKING:
+    from expstore.buffers.store_handle import StoreHandle
     from expstore.sql.result import Result
-    from expstore.sql.sync import Catalog
-    from expstore.storages.read_view import ReadView
+    from expstore.storages.capabilities import GivenUp
 
 __all__ = ["Episodes", "remote_session"]
 
@@ -39,13 +44,12 @@ def remote_session(name: str) -> SessionKey:
 
 
 class Episodes:
-    """Ask for episodes by calling it; end open ones, or adopt those of an earlier session.
+    """Query episodes by calling it; its methods annotate, end, adopt and delete episodes.
 
     Threads: any number may use it. Crashes: what returned survives what `annotate` survives.
 
     Args:
-        storage: Where the episodes are.
-        catalog: What answers SQL about them.
+        store: Where the episodes are.
 
     Example:
         >>> rb.episodes.resume("robot-1")  # after a restart, where the robot has gone on
@@ -53,8 +57,8 @@ class Episodes:
         >>> rb.episodes.end("robot-1")
     """
 
-    def __init__(self, storage: ReadView, catalog: Catalog) -> None:
-        self._storage, self._catalog = storage, catalog
+    def __init__(self, store: StoreHandle) -> None:
+        self._store = store
 
     def __call__(
         self,
@@ -81,7 +85,84 @@ class Episodes:
         Example:
             >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
         """
-        return self._catalog.episodes(where, order_by, limit, params)
+        return self._store.catalog.episodes(where, order_by, limit, params)
+
+    def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
+        """Note facts about an episode: an open one, an ended one, or one whose rows have left.
+
+        They are in the column `info` of the relation `episodes`. A call that has returned survives the
+        process, and the machine after the next `flush`.
+
+        Args:
+            episode_id: Which one; samples and `sql` say it.
+            info: Text, numbers, booleans, lists and dicts of them: each replaces the fact of its name; None
+                removes the fact.
+
+        Returns:
+            All facts about the episode now.
+
+        Raises:
+            NotFoundError: There never was such an episode.
+            SchemaError: JSON has no form for a value; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.episodes.annotate(3, success=True, operator="ada")
+            {'success': True, 'operator': 'ada'}
+        """
+        storage, changes = self._store.storage, pack_info(info)
+        with storage.lock:
+            writer = storage.writer()
+            entry = self._store.catalog.find_episode(check_episode(episode_id))
+            text = merge_info(entry.text, changes)
+            if text != entry.text:
+                writer.annotate(replace(entry, text=text))
+        return dict(json.loads(text)) if text else {}
+
+    def delete(
+        self,
+        where: str,
+        *,
+        params: Sequence[object] | Mapping[str, object] | None = None,
+        dry_run: bool = False,
+    ) -> GivenUp:
+        """Delete the rows of all ended episodes that meet a condition; open episodes keep theirs.
+
+        The facts of the episodes stay in the relation `episodes`, and ids are never used again. Rows are gone
+        for good when this returns; a crash before that deletes all of them or none.
+
+        Args:
+            where: Which episodes: an SQL expression over the columns of the relation `episodes`.
+            params: Values for `?` (a sequence) or `$name` (a mapping) in the expression.
+            dry_run: Delete nothing; only return what would be deleted.
+
+        Returns:
+            How many episodes and rows were deleted, and how much less space the columns take.
+
+        Raises:
+            QueryError: `where` is not one expression, or DuckDB refuses it.
+            StateError: The store has a capacity, or is in RAM, closed, or open for reading only.
+            StorageError: The disk failed.
+
+        Example:
+            >>> rb.episodes.delete('"return" < 0', dry_run=True).episodes
+            0
+        """
+        storage, runner = self._store.storage, self._store.runner
+        if storage.capacity is not None:
+            raise StateError(
+                "a store with a capacity deletes no episodes: its oldest rows are evicted",
+                hint="use a store without a capacity",
+            )
+        found = self._store.catalog.episodes(where, None, None, params).arrow()
+        ended = [
+            episode
+            for episode, status, rows in zip(
+                *(found[name].to_pylist() for name in ("episode_id", "status", "live_rows")), strict=True
+            )
+            if status != "open" and rows
+        ]
+        return runner.delete(np.array(ended, np.int64), dry_run=dry_run)
 
     def end(self, source: str | None = None, *, session: str | None = None) -> None:
         """End open episodes: they become `cut`, and truncated ones take no more rows.
@@ -96,7 +177,9 @@ class Episodes:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no episode is ended.
         """
-        end_episodes(self._storage, source, session=None if session is None else remote_session(session))
+        end_episodes(
+            self._store.storage, source, session=None if session is None else remote_session(session)
+        )
 
     def end_of(self, session: str | None, source: str | None, *, unnamed: bool = False) -> None:
         """End the open episodes of one session, as `end` does.
@@ -106,11 +189,11 @@ class Episodes:
             source: Name of the stream; None: all of them.
             unnamed: Without a source: only the unnamed stream.
         """
-        key = self._storage.episodes.session if session is None else remote_session(session)
+        key = self._store.storage.episodes.session if session is None else remote_session(session)
         if unnamed:
-            end_unnamed(self._storage, key)
+            end_unnamed(self._store.storage, key)
         else:
-            end_episodes(self._storage, source, session=key)
+            end_episodes(self._store.storage, source, session=key)
 
     def end_stream(self, source: str | None) -> None:
         """End the open episodes of one stream of this handle's own session, as `end` does.
@@ -149,7 +232,7 @@ class Episodes:
             StorageError: The disk failed; nothing is adopted.
         """
         to = None if session is None else remote_session(session)
-        return torch.from_numpy(resume(self._storage, source, session=to, check=check))
+        return torch.from_numpy(resume(self._store.storage, source, session=to, check=check))
 
     def end_session(self, sessions: Collection[str]) -> None:
         """End remote sessions: their open episodes become `cut`. Rows that come later open them again.
@@ -161,9 +244,9 @@ class Episodes:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no session is ended.
         """
-        end_sessions(self._storage, [remote_session(name) for name in sessions])
+        end_sessions(self._store.storage, [remote_session(name) for name in sessions])
 
     def remote_sessions(self) -> list[str]:
         """Return the ids of the remote sessions that are live."""
-        with self._storage.locks.episodes:
-            return [key.id for key in self._storage.episodes.live_sessions() if key.remote]
+        with self._store.storage.locks.episodes:
+            return [key.id for key in self._store.storage.episodes.live_sessions() if key.remote]

@@ -1,7 +1,7 @@
-"""The replay buffer that takes what was reached later for what was wanted: hindsight experience replay.
+"""Hindsight experience replay: sample rows whose goals are replaced by what was reached later.
 
-Used for goals under TorchRL's names. It draws goals among the rows of a store as its episodes have them, in
-whatever order they came; it never changes a row that is stored.
+Goals are drawn among the rows of a store as its episodes have them, in whatever order they came. No stored
+row is changed.
 """
 
 from __future__ import annotations
@@ -50,6 +50,18 @@ class HindsightStrategy(StrEnum):
     RANDOM = "random"
 
 
+def _setting(name: str, doc: str) -> Any:
+    """Return a property for a setting of the buffer's `HindsightGoals`; setting it acts on the next batch."""
+
+    def read(buffer: HERReplayBuffer) -> Any:
+        return getattr(buffer._goals, name)
+
+    def write(buffer: HERReplayBuffer, value: Any) -> None:
+        buffer._goals.change(name, value)
+
+    return property(read, write, doc=doc)
+
+
 class HERReplayBuffer(TensorDictReplayBuffer):
     """Sample rows, of which a part pursues goals that were in fact reached.
 
@@ -76,7 +88,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         goal_key: The field with the goal.
         achieved_goal_key: The field with what was reached.
         reward_key: The field with the reward.
-        end_key: The field that ends episodes, or the one beside it that is called "terminated"; those of the
+        end_key: The field that ends episodes, or "terminated" in the same group; those of the
             store are meant by ("next", "done").
         sampler: What makes up a batch; uniform by default.
         keywords: As `TensorDictReplayBuffer`.
@@ -112,28 +124,104 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     ) -> None:
         if not callable(reward_fn):
             raise TypeError(f"reward_fn takes rows and returns their rewards; {reward_fn!r} cannot be called")
-        self.reward_fn = reward_fn
-        self.her_ratio = her_ratio
-        self.strategy = strategy
-        named = {"goal_key": goal_key, "achieved_goal_key": achieved_goal_key, "reward_key": reward_key}
-        for argument, key in (named | {"end_key": end_key}).items():
+        for argument, key in (
+            ("goal_key", goal_key), ("achieved_goal_key", achieved_goal_key), ("reward_key", reward_key),
+            ("end_key", end_key),
+        ):  # fmt: skip
             given_key(argument, key)
-        self.goal_key = goal_key
-        self.achieved_goal_key = achieved_goal_key
-        self.reward_key = reward_key
-        end = to_key(end_key)
-        self._end_key, self._ends = end_key, (end, (*end[:-1], "terminated"))
-        self._trajectories = Trajectories(ends=self._ends)
-        self._checked: Schema | None = None
+        goals = HindsightGoals(reward_fn, goal_key, achieved_goal_key, reward_key, end_key)
+        goals.set_ratio(her_ratio)
+        goals.set_strategy(strategy)
+        self._goals = goals
         super().__init__(sampler=sampler, **keywords)
+        self._sampling.relabel_by(goals)
+
+    reward_fn = _setting("reward_fn", "What returns the rewards of rows that have new goals.")
+    goal_key = _setting("goal_key", "The field with the goal.")
+    achieved_goal_key = _setting("achieved_goal_key", "The field with what was reached.")
+    reward_key = _setting("reward_key", "The field with the reward.")
+
+    @property
+    def end_key(self) -> str | tuple[str, ...]:
+        """The field that ends episodes."""
+        return self._goals.end_key
 
     @property
     def her_ratio(self) -> float:
         """Which part of a batch gets new goals; of the next one, if it is set."""
-        return self._her_ratio
+        return self._goals.ratio
 
     @her_ratio.setter
     def her_ratio(self, ratio: float) -> None:
+        self._goals.set_ratio(ratio)
+
+    @property
+    def strategy(self) -> HindsightStrategy:
+        """Where goals come from; those of the next batch, if it is set."""
+        return self._goals.strategy
+
+    @strategy.setter
+    def strategy(self, strategy: HindsightStrategy | str) -> None:
+        self._goals.set_strategy(strategy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes; how goals are found is part of it."""
+        return super().state_dict() | {"_her": self._goals.settings()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; see `ReplayBuffer.load_state_dict`.
+
+        Raises:
+            StateError: The state does not fit, or is of a buffer with other goals; nothing was changed.
+        """
+        self._goals.check_settings(state_dict.get("_her"))
+        super().load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._goals.settings().items())
+        return f"{type(self).__name__}({settings}, storage={self.storage!r})"
+
+
+class HindsightGoals:
+    """Give a part of the rows of each batch goals that were reached: what `HERReplayBuffer` relabels by.
+
+    Args:
+        reward_fn: As `HERReplayBuffer`, and so are the keys.
+        goal_key: The field with the goal.
+        achieved_goal_key: The field with what was reached.
+        reward_key: The field with the reward.
+        end_key: The field that ends episodes.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[[TensorDictBase], torch.Tensor],
+        goal_key: str | tuple[str, ...],
+        achieved_goal_key: str | tuple[str, ...],
+        reward_key: str | tuple[str, ...],
+        end_key: str | tuple[str, ...],
+    ) -> None:
+        self.reward_fn = reward_fn
+        self.goal_key = goal_key
+        self.achieved_goal_key = achieved_goal_key
+        self.reward_key = reward_key
+        self.end_key = end_key
+        #: Which part of a batch gets new goals.
+        self.ratio = 0.0
+        #: Where goals come from.
+        self.strategy = HindsightStrategy.FUTURE
+        end = to_key(end_key)
+        self._ends = end, (*end[:-1], "terminated")
+        self._trajectories = Trajectories(ends=self._ends)
+        self._checked: Schema | None = None
+
+    def change(self, name: str, value: Any) -> None:
+        """Set `reward_fn`, or a key other than `end_key`."""
+        setattr(self, name, value)
+        self._checked = None
+
+    def set_ratio(self, ratio: float) -> None:
+        """Set which part of a batch gets new goals."""
         try:
             inside = 0.0 <= ratio <= 1.0
         except TypeError:
@@ -142,30 +230,22 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             ) from None
         if not inside:
             raise ValueError(f"her_ratio must be in [0, 1], got {ratio}")
-        self._her_ratio = ratio
+        self.ratio = ratio
 
-    @property
-    def strategy(self) -> HindsightStrategy:
-        """Where goals come from; those of the next batch, if it is set."""
-        return self._strategy
+    def set_strategy(self, strategy: HindsightStrategy | str) -> None:
+        """Set where goals come from."""
+        self.strategy = HindsightStrategy(strategy)
 
-    @strategy.setter
-    def strategy(self, strategy: HindsightStrategy | str) -> None:
-        self._strategy = HindsightStrategy(strategy)
-
-    @property
-    def end_key(self) -> str | tuple[str, ...]:
-        """The field that ends episodes."""
-        return self._end_key
-
-    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
-        view = super()._look(ids, generator)
-        count = int(ids.size * self.her_ratio)
+    def look(
+        self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
+    ) -> StepView | None:
+        """Return a view that has seen the rows that give the goals; see `Relabeling`."""
+        count = int(ids.size * self.ratio)
         if not count:
             return view
         if view is None:
-            view = StepView(self._storage, ids, generator)
-        self._check_fields(self._storage)
+            view = StepView(storage, ids, generator)
+        self._check_fields(storage)
         goals = _Goals(
             self.reward_fn,
             self.strategy,
@@ -173,10 +253,29 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             to_key(self.goal_key),
             to_key(self.achieved_goal_key),
             to_key(self.reward_key),
-            self._runs_of(self._storage),
+            self._runs_of(storage),
         )
         view.show_to(goals)
         return view
+
+    def user_of(self, key: Key) -> str | None:
+        """Return the name of what reads a field; see `Relabeling`."""
+        own = {to_key(name) for name in (self.goal_key, self.achieved_goal_key, self.reward_key)}
+        return "the choice of goals" if key in own or key in self._ends else None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, which JSON can keep."""
+        names = ("goal_key", "achieved_goal_key", "reward_key", "end_key")
+        own = {name: getattr(self, name) for name in names}
+        return own | {"her_ratio": self.ratio, "strategy": str(self.strategy)}
+
+    def check_settings(self, settings: Any) -> None:
+        """Raise StateError if a state was made with other settings."""
+        if settings != self.settings():
+            raise StateError(
+                f"the state is of a buffer with goals by {settings}, here by {self.settings()}",
+                hint="load it into a buffer with the same settings",
+            )
 
     def _check_fields(self, storage: ReadView) -> None:
         """Raise an error if the rows do not have what is needed."""
@@ -215,44 +314,19 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             )
         return self._trajectories.of(storage)
 
-    def _users_of(self, key: Key) -> list[str]:
-        own = {to_key(name) for name in (self.goal_key, self.achieved_goal_key, self.reward_key)}
-        read = key in own or key in self._ends
-        return [*super()._users_of(key), *(["the choice of goals"] if read else [])]
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("goal_key", "achieved_goal_key", "reward_key", "end_key", "her_ratio")
-        return {name: getattr(self, name) for name in names} | {"strategy": str(self.strategy)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes; how goals are found is part of it."""
-        return super().state_dict() | {"_her": self._settings()}
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if state.get("_her") != self._settings():
-            raise StateError(
-                f"the state is of a buffer with goals by {state.get('_her')}, here by {self._settings()}",
-                hint="load it into a buffer with the same settings",
-            )
-
-    def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._settings().items())
-        return f"{type(self).__name__}({settings}, storage={self._storage!r})"
-
 
 @dataclass(frozen=True)
 class _Goals(StepTransform):
     """Give the first rows of one batch their goals.
 
     Args:
-        reward_fn: As `HERReplayBuffer`, and so are the keys.
-        strategy: See there.
-        count: How many rows.
-        goal: See there.
-        achieved: See there.
-        reward: See there.
-        runs: What episodes are.
+        reward_fn: Returns the rewards of rows that have new goals.
+        strategy: Where goals come from.
+        count: How many rows get one.
+        goal: The field with the goal.
+        achieved: The field with what was reached.
+        reward: The field with the reward.
+        runs: The steps of episodes.
     """
 
     reward_fn: Callable[[TensorDictBase], torch.Tensor]
@@ -271,7 +345,7 @@ class _Goals(StepTransform):
         """Return ids of the rows that give the goals. Shape `(count,)`."""
         ids, generator = view.ids[: self.count], view.generator
         if generator is None:
-            raise StateError("goals are drawn with a batch: there are none where rows are read by index")
+            raise StateError("goals are drawn with a batch: rows that are read by index have no new goals")
         if self.strategy is HindsightStrategy.RANDOM:
             window = readable(view.storage)
             return window.nth(generator.integers(0, window.rows, ids.size))

@@ -1,6 +1,6 @@
-"""Streams of experience that end where nobody said so: their tails are closed before others begin.
+"""Close the open episodes of unnamed streams, before other streams begin.
 
-Used by ensembles. It adds no rows and ends no stream that has a name.
+Used by ensembles. It appends no rows and ends no named stream.
 """
 
 from __future__ import annotations

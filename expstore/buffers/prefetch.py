@@ -1,8 +1,7 @@
-"""Batches made ahead of time, while the user's program works with the one before.
+"""Make batches ahead of time, while the user's program works with the one before.
 
-A buffer with `prefetch` takes its batches here. It keeps their order and their numbers; how a batch is made,
-and whether one still stands, the buffer says. It never hands out a batch twice, and never one that a call
-at that moment would not have made.
+A `Prefetcher` keeps the order and the numbers of batches; its source makes them, and says whether one may
+still be returned. It never returns a batch twice, nor one that a call at that moment would not have made.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Made:
     Args:
         batch: What the user gets.
         selection: The rows.
-        changes: What is another value when the batch is none of now: rows were changed in place, say.
+        changes: A token that changes when the batch becomes stale: when rows were changed in place, say.
     """
 
     batch: Any
@@ -47,7 +46,7 @@ class Made:
 
 
 class Batches(Protocol):
-    """What makes batches: a buffer."""
+    """What makes batches."""
 
     def turn_ahead(self, number: int) -> Turn:
         """Return the turn after `number` others that are not handed out yet."""
@@ -65,7 +64,7 @@ class Batches(Protocol):
         """Count the oldest batch made ahead as handed out."""
 
     def give_back(self) -> None:
-        """Be told that what was made ahead will not be handed out."""
+        """Take draws and sampler back to the last batch that was returned."""
 
 
 class Prefetcher:

@@ -35,14 +35,14 @@ class RecorderTarget(Protocol):
     def schema(self) -> Schema | None:
         """Return the fields; None: no rows have come yet."""
 
-    def prepare(self, row: Mapping[str, Any]) -> Schema:
+    def fix_fields(self, row: Mapping[str, Any]) -> Schema:
         """Fix the fields by those of one row, which is not written; return them."""
 
-    def append(self, batch: Batch, source: str | None) -> None:
+    def append_columns(self, batch: Batch, source: str | None) -> None:
         """Append rows in the columns of the schema."""
 
     def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows faster than `append`; None: nothing does."""
+        """Return what appends single rows faster than `append_columns`; None: nothing does."""
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session.
@@ -166,7 +166,7 @@ class Recorder:
                 return
             batch = block.batch(filled)
             if batch.count:
-                self._target.append(batch, self._source)
+                self._target.append_columns(batch, self._source)
         except (StateError, StorageError):
             self._filled = filled
             raise
@@ -203,7 +203,7 @@ class Recorder:
         self.flush()
         schema = self._target.schema()
         if schema is None:
-            schema = self._target.prepare(_first_row(values, more, self._lanes))
+            schema = self._target.fix_fields(_first_row(values, more, self._lanes))
         _check_sizes(schema)
         appender = None
         if self._lanes is None and self._flush_steps == 1:

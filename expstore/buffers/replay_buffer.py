@@ -1,22 +1,23 @@
 """The replay buffers: storage, sampler and writer put together, batches in and out.
 
-What users hold. The two data paths, `extend` and `sample`, read from top to bottom here; everything
-they call is in the layers below.
+What users hold. A buffer owns its parts and passes each call to one of them: `Ingest` appends, `Sampling`
+draws, `StoredRows` reads by index, `RowUpdates` changes rows, all of them on one `StoreHandle`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
 import torch
-from tensordict import is_tensor_collection
+from tensordict import TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_leaves
 
-from expstore.buffers import idempotency
-from expstore.buffers.add_column import LateFields
+from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import (
     called,
     check_batch_size,
@@ -24,78 +25,79 @@ from expstore.buffers.arguments import (
     check_predictable,
     made,
 )
-from expstore.buffers.domain_checks import NO_DOMAIN, asks_for_domain, check_domain
-from expstore.buffers.episodes import remote_session
-from expstore.buffers.indexing import ShapingHandle, to_array
+from expstore.buffers.batch_builder import BatchBuilder
+from expstore.buffers.columns import Columns
+from expstore.buffers.domain_checks import row_text, specs_of
+from expstore.buffers.episodes import Episodes
+from expstore.buffers.indexing import RowIndex, StoredRows
+from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
-from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.recorder import Recorder
-from expstore.buffers.rng import Turn
+from expstore.buffers.retention import Retention
+from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.snapshots import Snapshots
+from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
-from expstore.buffers.torchrl_service import Direct
-from expstore.buffers.updates import Patching
-from expstore.core.idempotency import WriteKey
+from expstore.buffers.updates import ConditionalUpdateResult, Patch, RowUpdates, leaves_of
 from expstore.core.rate_limiters import RateLimiter
 from expstore.core.torchrl_keywords import BUFFER, check_keywords
-from expstore.core.values import Array, IntArray, Key, Selection
-from expstore.data.batch import Batch, Intake, StepReader, is_plain
-from expstore.data.containers import stack_index
-from expstore.episodes.annotations import pack_info
-from expstore.errors import SchemaError, StateError
+from expstore.core.values import to_key
+from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
+from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
-from expstore.samplers.torchrl_adapter import adapt
-from expstore.schema.row_selection import pick
+from expstore.samplers.torchrl_adapter import adapt, given
 from expstore.schema.schema import Schema
-from expstore.storages.base import Storage
-from expstore.storages.capabilities import RowAppending
-from expstore.storages.indexing import OVERTAKEN, PATIENCE, layout_of, prepare
+from expstore.storages.base import Hook
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, closed_error, unmoved
 from expstore.storages.sessions import end_episodes
+from expstore.storages.snapshots.catalog import Version
+from expstore.storages.stats import describe, meta_of
 from expstore.trajectories.search import find_trajectories
-from expstore.transforms import StepView
-from expstore.writers.writers import RoundRobinWriter, Writer, default_writer
+from expstore.transforms import Compose
+from expstore.writers.writers import Writer
+
+if TYPE_CHECKING:
+    from expstore.specs import Composite
+    from expstore.sql.index import Result
 
 __all__ = ["ReplayBuffer"]
 
-_LIMIT = 1000  # draws after which a follower, which cannot ask, gives up
-_TRANSFORMS = 1 << 40  # stands where a redraw has its number: what transforms draw is of no draw of rows
 
-
-class ReplayBuffer(Patching, LateFields, Direct):
+class ReplayBuffer:
     """Store transitions and sample batches of them.
 
-    Threads: any number may sample while one writes; writers wait for one another. Processes: one
-    writer per store; in a forked child, and pickled into another process (a DataLoader's workers, say),
-    the buffer follows: it reads what the writer writes, and draws batches of its own. A copy of one in RAM
-    has rows of its own. Crashes: as the storage promises; on disk an `extend` that returned survives the
-    process, a `flush` that returned survives the machine.
+    Threads: any number may sample while others write; writers wait for one another. Processes: a store has
+    one writer. In a forked child, and in a pickled copy (in a DataLoader's worker, say), the buffer is a
+    follower: it reads what the writer writes, and draws batches of its own. A copy of a buffer in RAM has
+    rows of its own. Crashes: on disk, rows of an `extend` that returned survive the process, and rows written
+    before a `flush` that returned survive the machine.
 
     Args:
-        storage: Where rows are kept, or a function that makes it; `MemoryStorage(1000)` by default.
-        sampler: What makes up a batch, or such a function; uniform by default.
-        writer: Where rows go, or such a function; in a ring the newest replace the oldest by default,
-            or as the store was filled.
-        collate_fn: Makes a batch of what the storage gives: rows that are objects, in a list, or what is a
-            batch already. None: objects are stacked where that can be done.
-        transform: What is done to batches on their way out (a callable), or both ways (a torchrl Transform).
-        transform_factory: A function that makes it.
+        storage: Where rows are kept, or a function that returns it; `MemoryStorage(1000)` by default.
+        sampler: Chooses the rows of a batch, or a function that returns the sampler; uniform by default.
+        writer: Gives rows their places, or a function that returns the writer. By default the newest rows of
+            a ring replace the oldest; a store that was filled by another writer keeps its rule.
+        collate_fn: Makes a batch of what the storage returns: a list of objects, or rows that are a batch
+            already. None: objects are stacked if they can be.
+        transform: A callable that changes samples, or a torchrl Transform, which may change writes, too.
+        transform_factory: A function that returns the transform.
         dim_extend: Which dim of a batch given to `extend` is time; None: the last of those that make rows.
-        batch_size: Of `sample` and iteration; may be given to `sample` instead.
-        device: Where batches are handed out; None: where the storage says.
-        prefetch: How many batches are made ahead, in a thread: the next call finds its batch ready. A
-            batch whose rows were overwritten or changed meanwhile, of another size, or drawn before the
-            generator was seeded anew, is drawn again; priorities set in the last `prefetch` batches may
-            not count yet.
-        pin_memory: Hand out batches in pinned memory; with `device` they are copied there without waiting.
-        generator: What all draws follow from; None: the store's seed. Its state is kept at every sync,
-            and a store that keeps one goes on there.
-        consume_after_n_samples: Hand each row out so many times; see `ConsumingSampler`.
+        batch_size: Rows per batch; may be given to `sample` instead.
+        device: Device of the batches; None: the storage's.
+        prefetch: How many batches a thread makes ahead. A batch is drawn again if its rows were overwritten
+            or changed, if another size is asked for, or if the generator was seeded. Priorities set during
+            the last `prefetch` batches may not count yet.
+        pin_memory: Return batches in pinned memory; with `device` they are copied without waiting.
+        generator: Random numbers of all draws; None: the store's seed. Each sync stores its state, and the
+            next opening continues from the stored state.
+        consume_after_n_samples: Return each row so many times, and no more; see `ConsumingSampler`.
         sample_unit: What every sampled row stands for: itself, or a `Sequence` of steps around it.
-        rate_limiter: How many rows may be sampled for each that is written; `sample`, `extend` and `add`
-            wait until they may go on. See `MinSize` and `SampleToInsertRatio`.
+        rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
+            wait for it. See `MinSize` and `SampleToInsertRatio`.
         as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
@@ -107,11 +109,6 @@ class ReplayBuffer(Patching, LateFields, Direct):
         >>> rb.sample()["observation"].shape
         torch.Size([2, 3])
     """
-
-    _bound: ClassVar[tuple[str, ...]] = (*ShapingHandle._bound, "_reader", "_read_of", "_iterator")
-    _reader: StepReader | None = None
-    _read_of: Schema | None = None  # what it reads rows of
-    _iterator: Iterator[Any] | None = None
 
     def __init__(
         self,
@@ -132,35 +129,59 @@ class ReplayBuffer(Patching, LateFields, Direct):
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
         as_numpy: bool = False,
+        _style: RowStyle | None = None,
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, BUFFER)
-        self.shared = False
-        self._domain = NO_DOMAIN
         if transform is not None and transform_factory is not None:
             raise TypeError("transform and transform_factory are mutually exclusive; give one of them")
         check_drawing(batch_size, prefetch, pin_memory, device=device)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        drawing = None if sampler is None else adapt(called(sampler, "sample"))
-        check_predictable(batch_size, drawing)
-        self._unit = check_unit(sample_unit, drawing)
-        kept = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
-        self._writer = self._default_writer(kept) if writer is None else made(writer, Writer, "write")
-        super().__init__(
-            kept,
-            consume_after(consume_after_n_samples, drawing, prefetch=prefetch),
-            collate_fn=collate_fn,
-            transform=transform if transform_factory is None else transform_factory(),
-            dim_extend=dim_extend,
-            device=device,
-            pin_memory=pin_memory,
-            prefetch=prefetch or 0,
-            generator=generator,
-            limiter=rate_limiter,
-        )
+        chosen = None if sampler is None else adapt(called(sampler, "sample"))
+        check_predictable(batch_size, chosen)
+        check_unit(sample_unit, chosen)
+        opened = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
+        style = PlainRows() if _style is None else _style
+        placing = style.default_writer(opened) if writer is None else made(writer, Writer, "write")
+        drawing = consume_after(consume_after_n_samples, chosen, prefetch=prefetch)
+        chain = Compose.of(transform if transform_factory is None else transform_factory())
+
+        stored = meta_of(opened).get(SAMPLE_METADATA)
+        metadata = None if stored is None else decode_metadata(stored)
+
+        #: TorchRL's word for a buffer that other processes write to.
+        self.shared = False
         self._batch_size = batch_size
         self._as_numpy = as_numpy
+        self._iterating = False  # `next` has returned a batch of the present pass
+        self._store = store = StoreHandle(opened)
+        self._index = RowIndex(store, dim_extend)
+        self._batches = BatchBuilder(
+            style,
+            chain,
+            collate_fn=collate_fn,
+            device=device,
+            pin_memory=pin_memory,
+            metadata=metadata,
+        )
+        self._sampling = Sampling(
+            store, self._batches, style, drawing,
+            unit=sample_unit, limiter=rate_limiter, prefetch=prefetch or 0, generator=generator,
+        )  # fmt: skip
+        self._ingest = Ingest(
+            store, self._index, self._sampling, style, chain, placing, rate_limiter,
+            skips_metadata=metadata is not None,
+        )  # fmt: skip
+        self._rows = StoredRows(store, self._index, self._batches, self._ingest)
+        self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._batches.label_generations(placing.tracks_generations)
+        self._connect()
+
+    def _connect(self) -> None:
+        """Attach the parts to the storage."""
+        for part in (self._ingest, self._batches, self._sampling):
+            self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
 
@@ -181,229 +202,102 @@ class ReplayBuffer(Patching, LateFields, Direct):
 
         Rows with trajectory id -1 or `("collector", "mask")` False are dropped.
 
-        With an idempotency key a call that is made again writes nothing and returns what the first one did,
-        also after a restart, and when its rows have left: of a store on disk a key survives what its rows
-        survive. The last 100,000 keys are known, for 24 hours. Two calls at once with the same key: one
-        writes, the other one waits for it.
+        A call that repeats an idempotency key writes nothing and returns what the first call returned, also
+        after a restart and after its rows were evicted: on disk a key survives what its rows survive. The
+        last 100,000 keys are known, for 24 hours. Of two concurrent calls with the same key one writes and
+        the other waits for it.
 
         Args:
             data: Rows: a TensorDict, a tensor, a tensorclass, or a tree (tuple or dict) of tensors. A dict
                 of arrays, nested, is one value per row for each field; buffers that `expstore.open`
                 returns, and others whose rows have fields, take these, and Arrow tables whose columns are
-                named with dots (`next.reward`). A list is rows one by one. Rows of no fixed size (of an
-                `ArrowStorage`) may differ in shape, have nested tensors, and values of Python's own. For
-                stores made by `expstore.open` all batch dims are rows, time is the dim named "time", else
-                the last, and each place along the others is a stream of its own. Elsewhere the storage's
-                `ndim` first dims are, of which `dim_extend` is time.
+                named with dots (`next.reward`). A list holds one row per item. Variable-length rows (in an
+                `ArrowStorage`) may differ in shape, and hold nested tensors and Python values. In stores made
+                by `expstore.open` all batch dims make rows: time is the dim named "time", else the last one,
+                and each place along the others is a stream of its own. Elsewhere the first `ndim` dims make
+                rows, and `dim_extend` is time.
             source: Name of the stream of experience, within the session. None: the session's unnamed stream.
-                Rows of two sessions never share an episode: after a restart, the same name begins new
+                Rows of two sessions never share an episode: after a restart the same name begins new
                 episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
-                under one source cannot be told from n-step rows, and share an episode.
+                under one source look like n-step rows, and share an episode.
             return_ids: Return ids, which are never used again, instead of indices.
-            episode_info: Facts to note about every episode that has a row in the batch, as `annotate` does;
-                they are there with the rows or not at all.
-            update_priority: Whether priorities that come with the rows count, in a buffer that knows where
-                they are; None: they do.
-            validate: "domain": look at the values, too, and add nothing if one is not as `specs` say.
-            idempotency_key: What names this write, whoever makes it, and no other one.
-            digest: 16 bytes that follow from what is written: a hash of a request's body, say. The same key
-                with another digest is refused. None: the same key is taken to mean the same rows.
-            session: Id of the remote session that writes, as a server names its clients. None: this handle's
-                own session, which ends when the store is closed or opened for writing again. A remote session
-                ends by `episodes.end_session`; rows that come later open it again.
+            episode_info: Facts to note about every episode that has a row in the batch, as
+                `episodes.annotate` does. They are committed with the rows.
+            update_priority: Whether to set the priorities that come with the rows, in a buffer that knows
+                where they are; None: set them.
+            validate: "domain": also check values against `specs`, and append nothing if one is not allowed.
+            idempotency_key: The name of this write, and of no other one.
+            digest: 16 bytes that follow from the rows, such as a hash of a request's body. The same key with
+                another digest is refused. None: the same key means the same rows.
+            session: Id of the remote session that writes, as a server names its clients. None: the local
+                session, which ends when the store is closed or opened for writing again. A remote session
+                ends by `episodes.end_session`; later rows reopen it.
 
         Returns:
-            Index, or id, of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; of indices
-            `(n, ndim)` where `ndim` is larger than 1.
+            Index, or id, of each row; -1 for dropped rows. Shape `(n,)`, int64. If `ndim` is larger than 1,
+            indices have shape `(n, ndim)`.
 
         Raises:
-            SchemaError: The batch does not fit the store, or its specs, or JSON has no form for a fact.
-            StateError: The store is closed or cannot be written; or it has no specs to validate by; or the
-                key is that of another write (kind "key_reused"); or the writer lets rows take the places of
-                others, and keeps no keys (kind "no_keys").
-            StorageError: The disk failed; nothing was added.
+            SchemaError: The batch does not fit the store or its specs, or JSON has no form for a fact.
+            StateError: The store is closed or cannot be written; it has no specs to validate by; the key is
+                that of another write (kind "key_reused"); or the writer keeps no keys (kind "no_keys").
+            StorageError: The disk failed; nothing was appended.
         """
-        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = idempotency.make_key(self._writer, idempotency_key, digest)
-        known = None if key is None else idempotency.known_numbers(self._storage, key, return_ids)
-        if known is not None:
-            return self._indices(known, flat=return_ids)
-        batch = self._taken(data)
-        if batch is None:
-            return self._indices(np.zeros(0, np.int64), flat=return_ids)
-        batch.prioritized = self._counts_priorities(update_priority)
-        batch.validated = domain
-        batch.session = None if session is None else remote_session(session)
-        return self._indices(self._append(batch, source, return_ids, info, key), flat=return_ids)
-
-    def _counts_priorities(self, asked: bool | None) -> bool:
-        if asked is not None:
-            raise NotImplementedError(
-                "update_priority is not supported in this class, which does not know where priorities are; "
-                "use a TensorDictReplayBuffer, or update_priority(index, priority)"
-            )
-        return False
-
-    def _indices(self, numbers: IntArray, *, flat: bool = False) -> torch.Tensor:
-        """Return rows' numbers as users know them: one for each dim that makes rows."""
-        flat = flat or self._storage.geometry.ndim == 1
-        return torch.from_numpy(numbers if flat else self._unravel(numbers))
-
-    def _unravel(self, numbers: IntArray) -> IntArray:
-        """Return one number for each dim that makes rows. Shape `(n,)`, or `(n, ndim)`."""
-        geometry = self._storage.geometry
-        return numbers if geometry.ndim == 1 else geometry.unravel(numbers)
-
-    def _append(
-        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
-    ) -> IntArray:
-        if self._limiter is None:
-            return self._take_in(batch, source, return_ids, info, key)
-        self._storage.writer()
-        with self._limiter.inserting(batch.count, needless=partial(idempotency.is_known, self._storage, key)):
-            return self._take_in(batch, source, return_ids, info, key)
-
-    def _take_in(
-        self, batch: Batch, source: str | None, return_ids: bool, info: str, key: WriteKey | None
-    ) -> IntArray:
-        storage = self._storage
-        with storage.locks.extend, storage.lock:
-            writable = storage.writer()
-            self._writer.check()
-            written = None if key is None else idempotency.find_write(storage, key)
-            if written is not None and not written.dropped:
-                return idempotency.numbers_of(storage, written, return_ids)
-            if batch.count == 0:
-                return np.zeros(0, np.int64)
-            if batch.validated:
-                self._domain = check_domain(storage, batch, self._domain)
-            schema, reader = self._prepared(writable, batch)
-            columns = batch.columns(schema)
-            kept = reader.transitions(columns)
-            if written is not None:
-                return idempotency.numbers_in_part(storage, written, kept, return_ids)
-            more: dict[str, Any] = {} if key is None else {"key": replace(key, dropped=kept is not None)}
-            if kept is not None:
-                batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
-            if batch.count == 0:
-                return np.full(0 if kept is None else kept.size, -1)
-            steps = reader.read(columns, batch)
-            steps.session = batch.session
-            priorities = self._given_priorities(schema, columns) if batch.prioritized else None
-            last = storage.window.last
-            ids = self._writer.write(writable, columns, steps, source=source, info=info, **more)
-            run = storage.window.last - last == ids.size  # all were appended: their ids follow one another
-            if priorities is not None:
-                writable.set_priorities(ids, priorities)
-            self._sampler.on_write(ids if run else ids[ids != -1])
-        numbers = ids if return_ids else storage.geometry.indices_of(ids, run=run)
-        return numbers if kept is None else idempotency.spread(numbers, kept)
-
-    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
-        """Return the priorities that come with new rows. Shape `(n,)`."""
-        return None
+        options = self._ingest.options(
+            source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
+            idempotency_key=idempotency_key, digest=digest, session=session, return_ids=return_ids,
+        )  # fmt: skip
+        numbers = self._ingest.append(data, options)
+        return torch.from_numpy(numbers) if return_ids else self._index.to_tensor(numbers)
 
     def sample(
         self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
     ) -> Any:
         """Draw a batch.
 
-        Draw number k is the same whatever happened before it, so a restart goes on with the batches
-        that would have come.
+        Draw number k is the same whatever happened before it: after a restart the next batches are those that
+        would have come without it.
 
         Args:
-            batch_size: How many rows; None: the buffer's.
+            batch_size: How many rows; None: the buffer's `batch_size`.
             return_info: Return a pair: the batch, and a dict with each row's `index`, its `id`, and
-                what the sampler has to say (`priority_weight`; the ends of slices).
-            as_numpy: Return NumPy arrays instead of tensors, in nested dicts instead of TensorDicts; `info`
-                has arrays, too. They lie in host memory, whatever the buffer's device. bfloat16 becomes
-                float32; fields without a fixed size are arrays of objects, one for each row. JAX takes them
-                by `jax.numpy.asarray` or `jax.dlpack.from_dlpack`. None: as the buffer was made.
+                what the sampler says of it (`priority_weight`, the ends of slices).
+            as_numpy: Return NumPy arrays in nested dicts instead of TensorDicts, also in `info`. They are in
+                host memory, whatever the buffer's device. bfloat16 becomes float32; variable-length fields
+                are arrays of objects, one per row. JAX takes them by `jax.numpy.asarray` or
+                `jax.dlpack.from_dlpack`. None: as the buffer was made.
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; fewer rows
-            where the sampler says so. Fields without a fixed size are nested tensors and `NonTensorStack`s.
-            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
+            A TensorDict that owns its memory, batch size `[batch_size]`, or whatever rows are; some samplers
+            return fewer rows. Variable-length fields are nested tensors and `NonTensorStack`s. With
+            `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
             NotReadyError: The store is empty, or no row is left that may still be drawn.
         """
         as_numpy = self._as_numpy if as_numpy is None else as_numpy
-        batch, selection = self._next_batch(Request(self._wanted(batch_size), as_numpy))
-        return (batch, self._info(selection, batch, as_numpy=as_numpy)) if return_info else batch
+        batch, rows = self._sampling.next(Request(self._size(batch_size), as_numpy))
+        return (
+            (batch, self._batches.info(self._store.storage, rows, batch, as_numpy=as_numpy))
+            if return_info
+            else batch
+        )
 
-    def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        return unmoved(self._storage, partial(self._build, turn, request, instead))
+    def _size(self, batch_size: int | None) -> int:
+        """Return the number of rows of a batch.
 
-    def _build(self, turn: Turn, request: Request, instead: Selection | None) -> tuple[Any, Selection]:
-        selection, columns, view = self._draw(turn, request.size, instead)
-        root = self._root(selection)
-        more = self._marked(selection, columns) if selection.marks or selection.info else None
-        numbers = self._draws.numbers(turn, _TRANSFORMS) if self._transform.draws else None
-        give = self._build_arrays if request.as_numpy else self._given
-        return give(columns, (selection.ids.size,), root, more, view, numbers), selection
+        Raises:
+            StateError: No batch size is known.
+        """
+        size = self._batch_size if batch_size is None else batch_size
+        if type(size) is int and size > 0:
+            return size
+        if size is None:
+            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
+        check_batch_size(size)
+        return int(size)
 
-    def _draw(
-        self, turn: Turn, size: int, selection: Selection | None = None
-    ) -> tuple[Selection, list[Array], StepView | None]:
-        storage = self._storage
-        for redraw in range(_LIMIT):
-            generator = self._draws.numbers(turn, redraw)
-            if redraw == PATIENCE:
-                storage.lock.acquire()
-            try:
-                if selection is None:
-                    selection = self._sampler.sample(storage, size, generator)
-                else:
-                    anchors = selection.anchors or selection
-                    selection = self._sampler.sample_again(storage, anchors, generator)
-                rows = selection if self._unit is None else self._unit.select(selection, storage)
-                if rows is not None:
-                    if (limit := READ_LIMIT.get()) is not None:
-                        limit.check(storage, rows.ids)
-                    view = self._look(rows.ids, generator)
-                    if view is None:
-                        columns = storage.read(rows.ids)
-                        if storage.intact(rows.ids):
-                            return rows, columns, None
-                    else:
-                        columns = view.columns()
-                        if view.intact:
-                            return replace(rows, oldest=view.oldest), columns, view
-                storage.counters.redraws += 1
-            finally:
-                if redraw == PATIENCE:
-                    storage.lock.release()
-        # Only a follower gets here: with the lock held nothing is overwritten in this process.
-        raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
-
-    def _look(self, ids: IntArray, generator: np.random.Generator) -> StepView | None:
-        """Look at other steps than those of a batch, where something asks for them."""
-        return self._transform.look(self._storage, ids, generator)
-
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, Array]:
-        """Write a sampler's flags into columns of the schema; return those of other fields."""
-        return {}
-
-    def _info(self, selection: Selection, batch: Any, *, as_numpy: bool = False) -> dict[str | Key, Any]:
-        index: Any = self._unravel(self._storage.geometry.index_of(selection.ids))
-        info: dict[str | Key, Array] = {"id": selection.ids}
-        if self._writer.tracks_generations:
-            info["index_generation"] = self._storage.geometry.generations_of(selection.ids)
-        info |= {key if len(key) > 1 else key[0]: values for key, values in selection.info.items()}
-        for mark in selection.marks:
-            stored = _entry(batch, mark.key)
-            if stored is not None or mark.new:
-                key = mark.key if len(mark.key) > 1 else mark.key[0]
-                info[key] = mark.alone() if stored is None else mark.on(to_array(stored))
-        if as_numpy:
-            parts = tuple(np.moveaxis(index, -1, 0)) if index.ndim > 1 else index
-            return {"index": parts} | info | selection.notes
-        told: dict[str | Key, Any] = {k: self._placed(torch.from_numpy(v)) for k, v in info.items()}
-        index = self._placed(torch.from_numpy(index))
-        return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | told | selection.notes
-
-    # -- single rows -----------------------------------------------------------------------------
+    # -- single rows and single batches ------------------------------------------------------------
 
     def add(
         self,
@@ -415,28 +309,25 @@ class ReplayBuffer(Patching, LateFields, Direct):
         idempotency_key: str | bytes | None = None,
         digest: bytes | None = None,
     ) -> Any:
-        """Append one row; return its index, or -1 if it is not taken in.
+        """Append one row; return its index, or -1 if it is dropped.
 
         Args:
-            data: One row: a TensorDict without batch dims, for instance. Where `ndim` is larger than 1 it is
-                one row for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
+            data: One row: a TensorDict without batch dims, for instance. If `ndim` is larger than 1: one row
+                for each lane, and their indices are returned. Shape `(lanes, ndim)`, int64.
             source: As in `extend`.
             episode_info: As in `extend`.
             validate: As in `extend`.
             idempotency_key: As in `extend`.
             digest: As in `extend`.
         """
-        info, domain = pack_info(episode_info), validate != "schema" and asks_for_domain(validate)
-        key = idempotency.make_key(self._writer, idempotency_key, digest)
-        numbers = None if key is None else idempotency.known_numbers(self._storage, key, return_ids=False)
-        if numbers is None:
-            batch = self._taken(data, single=True)
-            if batch is None:
-                return self._indices(np.zeros(0, np.int64))
-            batch.prioritized = self._counts_priorities(None)
-            batch.validated = domain
-            numbers = self._append(batch, source, False, info, key)
-        return int(numbers[0]) if self._storage.ndim == 1 else self._indices(numbers)
+        options = self._ingest.options(
+            source=source, episode_info=episode_info, validate=validate, idempotency_key=idempotency_key,
+            digest=digest,
+        )  # fmt: skip
+        numbers = self._ingest.append(data, options, single=True)
+        if self._store.storage.ndim == 1 and numbers.size:
+            return int(numbers[0])
+        return self._index.to_tensor(numbers)
 
     def record(
         self, source: str | None = None, *, lanes: int | None = None, flush_steps: int = 1
@@ -461,36 +352,39 @@ class ReplayBuffer(Patching, LateFields, Direct):
             >>> with rb.record("env-0") as episode:
             ...     episode.step(observation, action, reward, following, terminated, truncated)
         """
-        return Recorder(_RecorderTarget(self), source, lanes=lanes, flush_steps=flush_steps)
+        return Recorder(self._ingest, source, lanes=lanes, flush_steps=flush_steps)
 
     def __len__(self) -> int:
-        return self._sampler.left(self._storage)
+        return self._sampling.sampler.left(self._store.storage)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield batches, without end or until the sampler has run out of rows.
+        """Yield batches, for ever or until the sampler has run out of rows.
 
         Raises:
             StateError: No batch size is known.
         """
+        self._check_iterable()
+        while True:
+            yield self.sample()
+            if self._sampling.sampler.ran_out:
+                return
+
+    def _check_iterable(self) -> None:
         if self._batch_size is None:
             raise StateError(
                 "Cannot iterate over the replay buffer. Batch_size was not specified during construction of "
                 "the replay buffer",
                 hint="give it to the constructor, or to sample()",
             )
-        while True:
-            yield self.sample()
-            if self._sampler.ran_out:
-                return
 
     def next(self) -> Any:
-        """Return the next batch of an iteration that goes on from call to call; None: it is at its end."""
-        if self._iterator is None:
-            self._iterator = iter(self)
-        batch = next(self._iterator, None)
-        if batch is None:
-            self._iterator = None
-        return batch
+        """Return the next batch of an iteration that continues from call to call; None: it has ended."""
+        self._check_iterable()
+        if self._iterating and self._sampling.sampler.ran_out:
+            self._iterating = False
+            return None
+        self._iterating = True
+        return self.sample()
 
     def can_sample(self, batch_size: int | None = None) -> bool:
         """Return whether `sample` would find rows to draw.
@@ -498,7 +392,77 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             StateError: No batch size is known.
         """
-        return self._sampler.can_sample(self._storage, self._wanted(batch_size))
+        return self._sampling.sampler.can_sample(self._store.storage, self._size(batch_size))
+
+    def count_candidates(self, batch_size: int) -> int:
+        """Return from how many rows, or slices, a batch would be drawn; `where` is not evaluated."""
+        return self._sampling.sampler.sampleable(self._store.storage, batch_size)
+
+    # -- rows by index, id and episode -------------------------------------------------------------
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read rows by index, or one field of all rows by key.
+
+        Args:
+            index: As for a tensor of all rows: an integer, a slice, integers, a mask, or a tuple of them; or
+                a field's key.
+
+        Raises:
+            NotFoundError: There is no such row, or no such field.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        return self._rows.get(index)
+
+    def __setitem__(self, index: Any, data: Any) -> None:
+        """Replace rows by index; neither length nor episodes change.
+
+        On disk a crash leaves the whole change or none of it.
+
+        Raises:
+            NotFoundError: There is no such row.
+            SchemaError: The rows do not fit.
+        """
+        self._rows.set(index, data)
+
+    def read_all_in_order(self, end: int | None = None) -> Any:
+        """Read rows in the order of their indices: all, or the first `end`."""
+        return self[:end]
+
+    def write_all(self, data: Any, end: int | None = None) -> None:
+        """Replace rows in the order of their indices: the first `end`; None: as many as `data` has."""
+        if end is None:
+            end = len(data if is_tensor_collection(data) or isinstance(data, list) else tree_leaves(data)[0])
+        self[:end] = data
+
+    def by_id(self, ids: Any) -> TensorDictBase:
+        """Read rows by id, in the order in which they are asked for.
+
+        Args:
+            ids: Which ones. Shape `(n,)`, int64.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[n]`.
+
+        Raises:
+            NotFoundError: A row has left, or never was; the message names it.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        return self._rows.by_id(ids)
+
+    def trajectory(self, episode_id: int) -> TensorDictBase:
+        """Read the rows of an episode that are still there, in the order of its steps.
+
+        Args:
+            episode_id: Which one.
+
+        Returns:
+            A TensorDict with what samples carry (`index`, `id`), batch size `[rows]`, its dim named "time".
+
+        Raises:
+            NotFoundError: There never was such an episode, or all its rows have left.
+            StateError: The store is closed; or a writer in another process overwrites the rows too fast.
+        """
+        return self._rows.trajectory(episode_id)
 
     def query(
         self,
@@ -507,27 +471,28 @@ class ReplayBuffer(Patching, LateFields, Direct):
     ) -> list[Any]:
         """Return the trajectories that meet a condition, the oldest first.
 
-        A condition made of `expstore.traj` has only the fields read that it names; whole rows are read where
-        it is met. `sql` and `episodes` ask about what is not in the rows any more, too.
+        Of a condition made of `expstore.traj` only the fields that it names are read; whole rows are read for
+        the trajectories that meet it. `sql` and `episodes` also know episodes whose rows have left.
 
         Args:
-            predicate: Made of `traj`, or a function of a `Trajectory`; None: all of them.
-            trajectory_key: The field that names trajectories; None: as the store knows its episodes.
+            predicate: Made of `traj`, or a function of a `Trajectory`; None: all trajectories.
+            trajectory_key: The field that names trajectories; None: the store's episodes.
 
         Returns:
-            A `Trajectory` for each: what samples would be of its rows, in the order of its steps.
+            A `Trajectory` for each: a sample of its rows, in the order of its steps.
 
         Raises:
-            NotFoundError: There is no such field; or nothing says where trajectories end.
-            TypeError: Rows are no TensorDicts; or the condition has a value per step.
+            NotFoundError: There is no such field, or no field ends trajectories.
+            TypeError: Rows are not TensorDicts, or the condition has a value per step.
 
         Example:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
+        storage, batches = self._store.storage, self._batches
         return unmoved(
-            self._storage,
+            storage,
             lambda: find_trajectories(
-                self._storage, self._transform, predicate, trajectory_key, self._placed
+                storage, batches.transform, predicate, trajectory_key, partial(batches.place, storage)
             ),
         )
 
@@ -542,19 +507,19 @@ class ReplayBuffer(Patching, LateFields, Direct):
     ) -> RowsDataset | SlicesDataset:
         """Return the buffer as torch's `Dataset`, for a `DataLoader` with any number of workers.
 
-        Workers follow the store: they read beside the writer, take no lock, and see what it goes on writing.
+        Workers follow the store: they take no lock, and see what the writer appends meanwhile.
 
         Args:
-            slice_len: None: row by row, by index; otherwise slices of so many steps of one episode, each
-                once per pass, by one of the workers.
-            stride: From the first step of a slice to that of the next; None: `slice_len`.
-            strict_length: Leave out shorter slices at the end of episodes.
-            shuffle: Slices come in random order, by torch's seed. Rows come as the `DataLoader` asks.
-            rows: What comes: a "tensordict", for which the `DataLoader` needs the data set's `collate` as
-                its `collate_fn`, or a "dict" of tensors, nested, which it collates by itself.
+            slice_len: None: rows by index; otherwise slices of so many steps of one episode, each of them
+                once per pass, in one of the workers.
+            stride: Steps from the first one of a slice to the first one of the next; None: `slice_len`.
+            strict_length: Skip shorter slices at the end of episodes.
+            shuffle: Return slices in random order, by torch's seed. The order of rows is the `DataLoader`'s.
+            rows: "tensordict": the `DataLoader` needs the data set's `collate` as its `collate_fn`. "dict":
+                nested dicts of tensors, which the `DataLoader` collates by itself.
 
         Raises:
-            ValueError: An argument has no meaning, or none without `slice_len`.
+            ValueError: An argument has no valid value, or needs `slice_len`.
 
         Example:
             >>> dataset = rb.to_torch_dataset()
@@ -562,17 +527,20 @@ class ReplayBuffer(Patching, LateFields, Direct):
         """
         return make_dataset(self, slice_len, stride, strict_length, shuffle, rows)
 
+    # -- changes of stored rows ----------------------------------------------------------------------
+
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
         """Set the priorities of rows that are still there.
 
-        By id, a row that has left since it was sampled is skipped, never another one changed.
+        With `id`, a row that has left since it was sampled is skipped, and no other row is changed.
 
         Args:
-            index: Which rows, by index; -1 stands for none. Shape `(n,)`; `(..., ndim)`, or a tuple of `ndim`
-                tensors, which are broadcast together, where that is larger than 1; or give `id`.
-            priority: Finite, not negative; one for all, or one or several each, of which the sampler's
-                reduction makes one. Shape `()` or `(n, ...)`; where `ndim` is larger than 1 as many values as
-                rows are one each, in the order of `index`, whatever their shape: `(time, lane)`, say.
+            index: Which rows, by index; -1 is skipped. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+                `(..., ndim)`, or it is a tuple of `ndim` tensors, which are broadcast together. Either
+                `index` or `id` is given.
+            priority: Finite, not negative: one for all rows, or one or several per row, which the sampler
+                reduces to one. Shape `()` or `(n, ...)`. If `ndim` is larger than 1, one value per row in the
+                order of `index` may have any shape, such as `(time, lane)`.
             id: Which rows, by id. Any shape.
 
         Returns:
@@ -581,247 +549,557 @@ class ReplayBuffer(Patching, LateFields, Direct):
         Raises:
             PriorityError: A priority is negative, NaN or infinite; none was set.
         """
-        if (index is None) == (id is None) or priority is None:
-            raise TypeError("update_priority takes a priority and either index or id")
-        numbers = self._numbers(index) if id is None else to_array(id)
-        values = to_array(priority)
-        if values.size == numbers.size and (self._storage.ndim > 1 or values.shape == numbers.shape):
-            values = values.reshape(-1)
-        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
-        if values.dtype != np.float32 or values.ndim > 1:
-            values = self._sampler.reduce(values.astype(np.float64, copy=False))
-        if values.size not in (1, numbers.size):
-            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
-        if values.size != numbers.size:
-            values = np.broadcast_to(values.reshape(-1), numbers.shape)
-        if id is None and numbers.size and numbers.min() < 0:
-            numbers, values = numbers[numbers != -1], values[numbers != -1]
-        with self._storage.lock:
-            ids = numbers if id is not None else self._storage.geometry.ids_at(numbers, self._storage.window)
-            count = self._storage.writer().set_priorities(ids, values)
-        self._sampler.on_priority_update(self._storage, ids, values)
-        return count
+        return self._updates.update_priority(index, priority, id)
+
+    def mark_update(self, index: Any) -> None:
+        """Tell the sampler that rows were changed; a sampler by priority gives them the largest priority.
+
+        Args:
+            index: Which rows, as `extend` returns it.
+        """
+        self._sampling.sampler.mark_update(index, storage=self._store.storage)
+
+    def set_at_(self, key: str | tuple[str, ...], value: Any, index: Any) -> Self:
+        """Set a field of some rows; return the buffer.
+
+        Args:
+            key: Which field.
+            value: Its values. Shape `(*index shape, *row shape)`, or one that can be broadcast to it.
+            index: Which rows, as for `[]`.
+
+        Raises:
+            NotFoundError: There is no such field, or no such row.
+            SchemaError: The values do not fit; nothing was changed.
+        """
+        self._updates.set_fields({to_key(key): value}, index)
+        return self
+
+    def set_(self, key: str | tuple[str, ...], value: Any) -> Self:
+        """Set a field of all rows, in the order of their indices; return the buffer.
+
+        Args:
+            key: Which field.
+            value: Its values. Shape `(rows, *row shape)`, or one that can be broadcast to it.
+
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: The values do not fit; nothing was changed.
+        """
+        return self.set_at_(key, value, slice(None))
+
+    def update_(
+        self, input_dict_or_td: Patch, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
+    ) -> Self:
+        """Set several fields of all rows, in the order of their indices; return the buffer.
+
+        Args:
+            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or such that can be broadcast to it.
+            clone: Has no effect: values are copied in any case.
+            keys_to_update: Set only these fields; None: all.
+
+        Raises:
+            NotFoundError: There is no such field.
+            SchemaError: Values do not fit; nothing was changed.
+        """
+        fields = leaves_of(input_dict_or_td)
+        if keys_to_update is not None:
+            wanted = [to_key(key) for key in keys_to_update]
+            fields = {k: v for k, v in fields.items() if any(k[: len(key)] == key for key in wanted)}
+        self._updates.set_fields(fields, slice(None))
+        return self
+
+    def update_if_present(
+        self,
+        *,
+        index: Any = None,
+        generation: Any = None,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+        id: Any = None,
+    ) -> ConditionalUpdateResult:
+        """Change fields of those rows that are still there, and of no other row.
+
+        Args:
+            index: Which rows, as samples say. Shape `(n,)`. If `ndim` is larger than 1, the shape is
+                `(..., ndim)`, or it is a tuple of `ndim` tensors.
+            generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
+            patch: New values by key. Shapes `(n, *row shape)`. If `ndim` is larger than 1, the `n` rows may
+                have as many dims: `(time, lane, *row shape)`.
+            version_key: A field with one number per row, which is set to `version`; only rows whose number
+                is not larger are changed.
+            version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
+            require_newer: Also skip rows whose version is the same.
+            id: Which rows, instead of index and generation. Any shape. Of a row that is named twice the
+                highest version counts, or without versions the last one.
+
+        Returns:
+            What was done with each row, in the shape in which rows were given.
+
+        Raises:
+            NotFoundError: There is no such field (a KeyError).
+            SchemaError: Values do not fit (a ValueError); nothing was changed.
+            StateError: There are no rows yet; `index` is given and the writer does not track generations; or
+                the store keeps the best rows, which take over the ids of others.
+
+        Example:
+            >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
+        """
+        return self._updates.update_if_present(
+            index=index, generation=generation, patch=patch, version_key=version_key, version=version,
+            require_newer=require_newer, id=id,
+        )  # fmt: skip
+
+    def submit_update_if_present(
+        self,
+        *,
+        index: Any = None,
+        generation: Any = None,
+        patch: Patch,
+        version_key: str | tuple[str, ...] | None = None,
+        version: Any = None,
+        require_newer: bool = False,
+        id: Any = None,
+    ) -> Future[ConditionalUpdateResult]:
+        """Call `update_if_present`, and return its result or error as a future that is done.
+
+        Nothing has to be put in order after it: a batch made ahead is drawn again if its rows were changed.
+
+        Args:
+            index: As in `update_if_present`.
+            generation: As in `update_if_present`.
+            patch: As in `update_if_present`.
+            version_key: As in `update_if_present`.
+            version: As in `update_if_present`.
+            require_newer: As in `update_if_present`.
+            id: As in `update_if_present`.
+        """
+        done: Future[ConditionalUpdateResult] = Future()
+        try:
+            result = self.update_if_present(
+                index=index, generation=generation, patch=patch, version_key=version_key, version=version,
+                require_newer=require_newer, id=id,
+            )  # fmt: skip
+        except Exception as exc:
+            done.set_exception(exc)
+        else:
+            done.set_result(result)
+        return done
+
+    def empty(self, empty_write_count: bool | None = None) -> None:
+        """Delete all rows. Ids and episode ids are not used again; indices of a ring begin at 0.
+
+        Args:
+            empty_write_count: Only False or None: `write_count` is the number of rows ever written.
+
+        Raises:
+            ValueError: `empty_write_count` is True.
+            StateError: The store is closed, or open for reading only; or its writer refuses changes.
+        """
+        if empty_write_count:
+            raise ValueError(
+                "empty_write_count=True is not supported: write_count is the number of rows ever written; "
+                "leave it out"
+            )
+        self._ingest.writer.check()
+        self._store.storage.writer().clear()
+        self._sampling.sampler.on_empty()
+
+    # -- groups of methods ---------------------------------------------------------------------------
+
+    @property
+    def episodes(self) -> Episodes:
+        """Query episodes by calling it; its methods annotate, end, adopt and delete episodes.
+
+        Example:
+            >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
+            >>> rb.episodes.end("robot-1")
+        """
+        return Episodes(self._store)
+
+    @property
+    def columns(self) -> Columns:
+        """Add and drop fields."""
+        return Columns(self._store, self._sampling)
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """Create, tag, list and restore versions of the store."""
+        return Snapshots(self._store, self._sampling)
+
+    @property
+    def retention(self) -> Retention:
+        """Say which rows of a store without a capacity stay."""
+        return Retention(self._store)
+
+    # -- the whole store -----------------------------------------------------------------------------
+
+    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
+        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
+
+        A query sees all earlier writes of this process. Nested keys are written as in `next.reward`. A store
+        with an archive also has `history`: `transitions` and all evicted rows, with a column `_archived`.
+
+        Args:
+            query: The statement.
+            params: Values for `?` (a sequence) or `$name` (a mapping).
+
+        Returns:
+            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
+
+        Raises:
+            QueryError: It is not one SELECT, or DuckDB refuses it.
+            StateError: The store is closed; or, in a follower, the writer overwrote rows under the query for
+                two seconds.
+        """
+        return self._store.catalog.query(query, params)
+
+    def flush(self) -> None:
+        """Sync rows, priorities and the number of the next draw to the disk.
+
+        Raises:
+            StorageError: The disk failed; the store must be opened again.
+        """
+        self._store.storage.writer().sync()
+
+    def refresh(self) -> None:
+        """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
+
+        `where` and `weight` are evaluated for all present rows. The next batches are then those of any other
+        process, or run, with the same rows, seed and draw number. A follower also reads new episodes and,
+        after the writer has stopped, its last rows. While the writer runs, new rows appear without `refresh`;
+        small batches (up to 64 rows, 16 KiB together) appear within 0.1 s. `sql` and `stats` refresh, too.
+
+        Raises:
+            QueryError: `where` or `weight` cannot be computed, or a weight is negative or not finite.
+            StorageError: The store cannot be read.
+        """
+        self._store.storage.follow(priorities=True)
+        self._sampling.refresh()
+
+    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Create a version: the store as it is now, complete and closed, in `path`/vNNNN.
+
+        Other threads append and sample meanwhile; a write that would overwrite or change a row which is not
+        copied yet waits. Files that have not changed since the version before are shared with it (hard
+        links). A crash leaves the whole version or none of it.
+
+        Args:
+            path: A folder for versions; made if it is missing.
+            keep: How many versions remain; those with a tag always do.
+
+        Returns:
+            The version: number, rows, bytes.
+
+        Raises:
+            SnapshotError: The folder holds something else.
+            LockedError: Another process creates a version there.
+            StateError: The store is closed, or open for reading only.
+            StorageError: The disk failed or is full; earlier versions are unchanged.
+
+        Example:
+            >>> rb.dumps("backup")
+            >>> expstore.open("backup").sample(32)
+        """
+        return self.snapshots.create(path, keep=keep)
+
+    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Call `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def save(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Call `dumps`."""
+        return self.dumps(path, keep=keep)
+
+    def loads(self, path: str | Path, version: int | str | None = None) -> None:
+        """Replace the store's content by a version's. A crash leaves one or the other, whole.
+
+        Rows, priorities, counts, episodes and seed become the version's, and so do `alpha` and `beta` of a
+        sampler by priority. The next batches are those that would have followed the version. The capacity
+        stays. Ids and episode ids continue above those of both (a store that never had rows takes over the
+        version's); indices are the same if the capacities are. Versions in the folder stay. Fields that were
+        added or dropped since a version of this store was made are as they were then.
+
+        Args:
+            path: What `dumps` was given, or a store that has tagged versions.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version; the message lists the versions.
+            SchemaError: This store has other fields.
+            CorruptionError: The version is damaged.
+            StateError: The store is closed, or open for reading only.
+        """
+        self.snapshots.restore(path, version)
+
+    def load(self, path: str | Path, version: int | str | None = None) -> None:
+        """Call `loads`."""
+        self.loads(path, version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
 
-        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
+        Rows of a store on disk are not part of it (`dumps` copies them); the state only says which they are.
         """
-        return super().state_dict() | {
-            "_writer": self._writer.state_dict(),
-            "_transforms": self._transform.state_dict(),
+        return self._sampling.state_dict() | {
+            "_writer": self._ingest.writer.state_dict(),
+            "_transforms": self._batches.transform.state_dict(),
             "_batch_size": self._batch_size,
         }
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        super()._check_state(state)
-        if not {"_writer", "_transforms", "_batch_size"} <= state.keys():
-            raise StateError(f"that is no state of a {type(self).__name__}")
-        self._writer.load_state_dict(state["_writer"])
-
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the batch that would have come after `state_dict`, as far as the rows are the same.
+        """Continue with the batch that followed `state_dict`, as far as the rows are the same.
 
-        Rows that the state holds take the place of those in the storage, as `loads` says; for others the
-        storage must have them. The batch size, and what transforms keep, are the state's. Open episodes end:
-        who wrote them begins anew.
+        Rows in the state replace those of the storage, as by `loads`; without rows in the state the storage
+        must have them. The batch size, and what transforms keep, become the state's. Open episodes end.
 
         Raises:
-            StateError: The state is of another kind of sampler or of other transforms, of a store with
-                another seed or with rows that are not here, of another `where` or `weight`, or the draws
-                follow from a generator in one of both only, or one for another device; nothing was changed.
+            StateError: The state is of another sampler or other transforms, of another `where` or `weight`,
+                of a store with another seed or rows that are not here, or of a buffer that draws by a
+                generator where this one does not, or by one for another device; nothing was changed.
             SchemaError: The rows have other fields; nothing was changed.
-            ValueError: The writer was set up otherwise; nothing was changed.
+            ValueError: The writer has other settings; nothing was changed.
         """
-        self._check_state(state_dict)
-        self._transform.load_state_dict(state_dict["_transforms"])
-        super().load_state_dict(state_dict)
-        end_episodes(self._storage)
+        self._sampling.check_state(state_dict)
+        if not {"_writer", "_transforms", "_batch_size"} <= state_dict.keys():
+            raise StateError(f"that is no state of a {type(self).__name__}")
+        self._ingest.writer.load_state_dict(state_dict["_writer"])
+        self._batches.transform.load_state_dict(state_dict["_transforms"])
+        self._sampling.load_state_dict(state_dict)
+        end_episodes(self._store.storage)
         self._batch_size = state_dict["_batch_size"]
 
-    def _numbers(self, index: Any) -> Array:
-        """Return rows' numbers, given as users know them."""
-        if isinstance(index, tuple):
-            index = stack_index(index)
-        numbers = to_array(index)
-        return (
-            numbers
-            if self._storage.ndim == 1
-            else self._storage.geometry.ravel(numbers, self._storage.window)
-        )
+    def register_save_hook(self, hook: Hook) -> None:
+        """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
+        self._store.storage.writer().register_save_hook(hook)
+
+    def register_load_hook(self, hook: Hook) -> None:
+        """Have the storage's `load_state_dict` pass its rows through a hook; see `PortableStorage`."""
+        self._store.storage.writer().register_load_hook(hook)
+
+    def close(self) -> None:
+        """Flush, bring the index up to date for other programs, and release the store."""
+        self._sampling.close()
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- facts -----------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts about the buffer that JSON can keep."""
+        storage = self._store.current()
+        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
+        if storage.capacity is not None:
+            mine["utilization"] = len(storage) / storage.capacity
+        return describe(storage) | storage.more_stats() | self._sampling.stats() | mine
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None before the first rows."""
+        return self._store.storage.schema
+
+    @property
+    def specs(self) -> Composite | None:
+        """What values the fields may have, as far as that was set; a copy. None: nothing was set."""
+        return specs_of(self._store.storage)
+
+    def set_specs(self, specs: Composite | None) -> None:
+        """Set what values the fields of a row may have; None: remove the specs.
+
+        Values of stored rows are not checked, only that the schema has these fields, with these dtypes and
+        shapes. Later rows with other dtypes or shapes are refused; `extend(validate="domain")` checks values.
+        The specs are kept in the store, like the schema.
+
+        Args:
+            specs: Of some or all fields, nested like the rows; without batch dims.
+
+        Raises:
+            SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
+            StateError: The store is closed, or open for reading only.
+
+        Example:
+            >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
+        """
+        self._store.storage.writer().settings.describe_fields(row_text(specs))
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The user's own facts, given when the store was made."""
+        return meta_of(self._store.storage)
+
+    @property
+    def recovered(self) -> str | None:
+        """One line that says what opening recovered after an unclean stop; None otherwise."""
+        return self._store.storage.counters.recovered
+
+    @property
+    def write_count(self) -> int:
+        """How many rows were ever written."""
+        return self._store.current().write_count
+
+    @property
+    def initialized(self) -> bool:
+        """True: nothing is made later than the buffer itself."""
+        return True
 
     @property
     def batch_size(self) -> int | None:
         """Rows per batch, unless `sample` is told otherwise."""
         return self._batch_size
 
-    def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep."""
-        storage = self._storage
-        mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
-        if storage.capacity is not None:
-            mine["utilization"] = len(storage) / storage.capacity
-        return super().stats() | mine
+    @property
+    def dim_extend(self) -> int:
+        """Which dim of a batch given to `extend` is time."""
+        return self._index.time_dim
 
     def __repr__(self) -> str:
-        storage = self._storage
+        storage = self._store.storage
         room = "unbounded" if storage.capacity is None else f"capacity {storage.capacity}"
-        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {self._sampler!r})"
+        sampler = self._sampling.sampler
+        return f"{type(self).__name__}({storage.kind}, {len(storage)} rows, {room}, {sampler!r})"
 
-    # -- helpers ---------------------------------------------------------------------------------
+    # -- storage, sampler, writer, transforms and random numbers ----------------------------------------
 
-    def _attached(self, storage: ReadView) -> None:
-        self._writer.register_storage(storage)
-        super()._attached(storage)
+    @property
+    def storage(self) -> ReadView:
+        """Where the rows are."""
+        return self._store.storage
 
-    def _users_of(self, key: Key) -> list[str]:
-        read = self._unit is not None and key in self._unit.reads
-        return [*super()._users_of(key), *([f"the sample unit ({self._unit!r})"] if read else [])]
+    @property
+    def _storage(self) -> ReadView:
+        """The storage, under the name by which TorchRL's collectors of several processes read it."""
+        return self._store.storage
 
-    def _check_sampler(self, sampler: Sampler) -> None:
-        check_unit(self._unit, sampler)
-        consume_after(None, sampler, prefetch=self._prefetch)
-
-    def empty(self, empty_write_count: bool | None = None) -> None:
-        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring.
+    def set_storage(self, storage: ReadView, collate_fn: Callable[[Any], Any] | None = None) -> ReadView:
+        """Read and write another storage from now on; return the one before, which stays open.
 
         Args:
-            empty_write_count: False or None: `write_count` says how many rows were ever written.
+            storage: The new one.
+            collate_fn: Replaces the former function; None: the default.
 
         Raises:
-            ValueError: It is True.
-            StateError: The store is closed, or open for reading only; or its writer lets nothing change.
+            StateError: The buffer is closed.
+            TypeError: It is not a storage.
+            ValueError: The sampler does not fit it; nothing was changed.
         """
-        if empty_write_count:
-            raise ValueError(
-                "empty_write_count=True means nothing here: write_count says how many rows were ever "
-                "written; leave it out"
-            )
-        self._writer.check()
-        super().empty()
-        self._sampler.on_empty()
+        self._store.check_open()
+        if not isinstance(storage, ReadView):
+            raise TypeError(f"rows are kept by a Storage, not by {type(storage).__name__}")
+        former = self._store.replace(storage)
+        self._batches.set_collate(collate_fn)
+        return former
+
+    @property
+    def sampler(self) -> Any:
+        """What chooses the rows of batches, as it was given."""
+        return given(self._sampling.sampler)
+
+    def set_sampler(self, sampler: Any) -> Any:
+        """Draw by another sampler from the next batch on; return the one before.
+
+        Draw numbers continue. A sampler that keeps a place in the store begins anew, unless the one before
+        was of its kind.
+
+        Raises:
+            StateError: The store is closed.
+            TypeError: It is not a sampler.
+            ValueError: It does not fit this buffer; nothing was changed.
+            QueryError: The rows lack the fields that its `where` or `weight` names.
+        """
+        return self._sampling.set_sampler(sampler)
 
     @property
     def writer(self) -> Writer:
-        """Where rows go."""
-        return self._writer
+        """What gives rows their places."""
+        return self._ingest.writer
 
     def set_writer(self, writer: Writer) -> Writer:
         """Place rows by another writer from now on; return the one before.
 
         Raises:
-            TypeError: It is no writer.
+            TypeError: It is not a writer.
         """
-        if not isinstance(writer, Writer):
-            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
-        writer.register_storage(self._storage)
-        with self._storage.lock:
-            former, self._writer = self._writer, writer
+        former = self._ingest.set_writer(writer)
+        self._batches.label_generations(writer.tracks_generations)
         return former
 
-    def _prepared(self, storage: Storage, batch: Batch) -> tuple[Schema, StepReader]:
-        """Return the schema, fixed by the first rows, and what reads steps."""
-        if storage.schema is None:
-            self._writer.check_fields(Schema.infer(batch.signature(), batch.form))
-            self._writer.begin(storage)
-        schema = prepare(storage, batch) if batch.arranged is None else storage.require_schema()
-        if self._reader is None or self._read_of is not schema:
-            if self._limiter is None and storage.draws.limits[1]:
-                storage.draws.note_limits(0, 0)  # what it had counted is not all any more
-            self._reader, self._read_of = StepReader(schema, storage.keys), schema
-            self._intake = None
-            if (
-                is_plain(schema.form)
-                and not schema.variable
-                and storage.geometry.ndim == 1
-                and not self.dim_extend
-            ):
-                self._intake = Intake(schema)
-        return schema, self._reader
+    @property
+    def transform(self) -> Compose:
+        """The transforms of written rows and of samples."""
+        return self._batches.transform
 
-    def _wanted(self, batch_size: int | None) -> int:
-        size = self._batch_size if batch_size is None else batch_size
-        if size is None:
-            raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
-        check_batch_size(size)
-        return int(size)
+    def append_transform(self, transform: Any, *, invert: bool = False) -> Self:
+        """Add a transform after the others; return the buffer.
 
-    def _default_writer(self, storage: ReadView) -> Writer:
-        return default_writer(storage)
+        Args:
+            transform: A callable, which changes samples, or a torchrl Transform.
+            invert: Change what is written instead.
 
+        Raises:
+            StateError: The buffer is closed.
 
-class _RecorderTarget:
-    """Write the rows of a recorder to a buffer.
+        Example:
+            >>> rb.append_transform(lambda batch: batch.exclude("pixels"))
+        """
+        return self.insert_transform(len(self._batches.transform), transform, invert=invert)
 
-    Args:
-        buffer: The buffer.
-    """
+    def insert_transform(self, index: int, transform: Any, *, invert: bool = False) -> Self:
+        """Insert a transform at a position; return the buffer.
 
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self._buffer = buffer
+        Args:
+            index: Its position in the chain.
+            transform: As `append_transform`.
+            invert: Change what is written instead.
 
-    def schema(self) -> Schema | None:
-        """Return the fields; None: no rows have come yet."""
-        return self._buffer._storage.schema
+        Raises:
+            StateError: The buffer is closed.
+        """
+        if self._store.life is Life.CLOSED:
+            raise closed_error()
+        self._batches.transform.insert(index, transform, invert=invert)
+        self._sampling.drop_prefetched()
+        return self
 
-    def prepare(self, row: Mapping[str, Any]) -> Schema:
-        """Fix the fields by those of one row, which is not written; return them."""
-        rb = self._buffer
-        if rb._storage.row_traits.whole:
-            raise SchemaError(
-                f"rows of a {type(rb._storage).__name__} are objects without fields, which a step has",
-                hint="use a LazyTensorStorage, a MemoryStorage, or expstore.open()",
-            )
-        with rb._storage.lock:
-            writer = rb._storage.writer()
-            batch = rb._read_columns(dict(row), layout_of(rb._storage, rb._dim_extend), single=True)
-            return rb._prepared(writer, batch)[0]
+    def set_rng(self, generator: torch.Generator | None) -> None:
+        """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
+        self._sampling.set_rng(generator)
 
-    def append(self, batch: Batch, source: str | None) -> None:
-        """Append rows in the columns of the schema."""
-        rb = self._buffer
-        if len(rb._transform):
-            rows = rb._current_form().build(batch.arrays, (batch.count,), {})
-            changed = rb._taken(rows)
-            if changed is None:
-                return
-            batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
-        batch.linked = bool(
-            rb._storage.episodes.joins.awaiting
-        )  # of adopted episodes the first row is checked
-        batch.prioritized = rb._counts_priorities(None)
-        rb._append(batch, source, True, "", None)
+    # -- names that TorchRL has for a service ------------------------------------------------------------
 
-    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows faster than `append`; None: nothing does."""
-        rb = self._buffer
-        heard = type(rb._sampler).on_write is not Sampler.on_write
-        appends = type(rb._writer).write is RoundRobinWriter.write
-        if heard or rb._limiter is not None or len(rb._transform) or not appends:
-            return None
-        if rb._counts_priorities(None) and rb._given_priorities(schema, _empty(schema)) is not None:
-            return None
-        return rb._storage.writer().row_appender(source, schema)
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been closed."""
+        return not self._store.storage.closed
 
-    def cut(self, source: str | None) -> None:
-        """End the open episodes of a stream of this session; see `RecorderTarget`."""
-        storage = self._buffer._storage
-        with storage.lock:
-            table = storage.episodes
-            own = () if source is None else table.sources_named(source, session=table.session)
-            if table.joins.awaiting.isdisjoint(own):
-                self._buffer.episodes.end_stream(source)
+    service_backend = property(torchrl_service.service_backend)
+    start = torchrl_service.start
+    client = torchrl_service.client
+    share = torchrl_service.share
+    synchronize = torchrl_service.synchronize
+    shutdown = torchrl_service.shutdown
 
+    # -- copies --------------------------------------------------------------------------------------------
 
-def _empty(schema: Schema) -> list[Array]:
-    """Return columns without rows."""
-    return [np.empty((0, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
+    def __copy__(self) -> Self:
+        """Return a buffer with parts of its own over the same storage; over a store on disk it follows."""
+        shared = [self._store.storage] if self._store.is_in_memory else []
+        return copy.deepcopy(self, {id(storage): storage for storage in shared})
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: it follows the store, or has its rows in RAM, too.
 
-def _entry(batch: Any, key: Key) -> Any:
-    """Return an entry of a TensorDict, or of nested dicts; None: it has no such one."""
-    if is_tensor_collection(batch):
-        return batch.get(key)
-    for name in key:
-        batch = batch.get(name) if isinstance(batch, dict) else None
-    return batch
+        Raises:
+            StateError: The store is closed.
+        """
+        return vars(self) | {"_iterating": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned; a store on disk is opened when it is first needed."""
+        vars(self).update(state)
+        self._connect()

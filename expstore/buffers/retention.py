@@ -1,7 +1,7 @@
-"""Apply the policy of a store that grows: find the episodes that are to leave, every few seconds.
+"""Which rows of a store that grows stay: `rb.retention`, and what applies the policy in the background.
 
-Used by buffers. How rows leave is the storage's; this asks the index and evaluates conditions, and changes
-nothing itself.
+How rows are deleted is up to the storage; the code here asks the index, evaluates conditions, and names the
+episodes to delete.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,10 +26,11 @@ from expstore.storages.capabilities import Retention as Deletion
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
+    from expstore.buffers.store_handle import StoreHandle
     from expstore.samplers.filter import Filter
     from expstore.sql.sync import Catalog
 
-__all__ = ["Retention"]
+__all__ = ["PolicyRunner", "Retention", "make_runner", "stored_policy"]
 
 
 _log = logging.getLogger("expstore")
@@ -36,6 +38,73 @@ _FACTS = ("episode_id", "status", "end_time")
 
 
 class Retention:
+    """Say which rows of a store without a capacity stay: `rb.retention`.
+
+    The policy is kept in the store, and applied every few seconds while the store is open for writing.
+
+    Args:
+        store: Whose rows they are.
+
+    Example:
+        >>> rb.retention.set({"bytes": "10GB", "where": "episode.return > 0"})
+        >>> rb.retention.apply(dry_run=True).rows
+        0
+    """
+
+    def __init__(self, store: StoreHandle) -> None:
+        self._store = store
+
+    @property
+    def policy(self) -> Retain | None:
+        """Which rows stay; None: all of them."""
+        return stored_policy(self._store.storage)
+
+    def set(self, policy: Retain | Mapping[str, Any] | None) -> None:
+        """Set which rows stay from now on.
+
+        Args:
+            policy: A `Retain`, or a dict of its parts; None: all rows stay.
+
+        Raises:
+            ValueError: It is no policy.
+            QueryError: The rows lack what its condition names; nothing was changed.
+            StateError: The store is a ring or in RAM, closed, or open for reading only.
+        """
+        wanted, runner = Retain() if policy is None else Retain.of(policy), self._store.runner
+        runner.check(wanted)
+        runner.keep(wanted)
+        self._store.start_retention()
+
+    def apply(self, *, dry_run: bool = False) -> GivenUp:
+        """Delete now the rows that the policy does not keep.
+
+        Whole episodes are deleted; their facts stay in the relation `episodes`, and ids are never used again.
+        Rows are gone for good when this returns; a crash before that deletes all of them or none.
+
+        Args:
+            dry_run: Delete nothing; only return what would be deleted.
+
+        Returns:
+            How many episodes and rows were deleted, and how much less space the columns take.
+
+        Raises:
+            QueryError: The condition cannot be computed.
+            StateError: The store has no policy, is closed, or open for reading only.
+            StorageError: The disk failed.
+        """
+        policy, runner = self.policy, self._store.runner
+        if policy is None:
+            raise StateError("the store has no policy", hint="set one first: retention.set(policy)")
+        return runner.apply(policy, dry_run=dry_run)
+
+
+def stored_policy(storage: ReadView) -> Retain | None:
+    """Return the policy that a store keeps; None: all rows stay."""
+    manifest = storage.manifest
+    return Retain(**manifest.retain) if manifest is not None and manifest.retain else None
+
+
+class PolicyRunner:
     """Keep a store to its policy.
 
     Threads: one applies at a time; others write and read meanwhile. The thread that applies it in the
@@ -48,7 +117,7 @@ class Retention:
         catalog: Its index.
 
     Example:
-        >>> retention_of(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
+        >>> make_runner(storage, catalog).apply(Retain(age="7d"), dry_run=True).rows
         0
     """
 
@@ -126,12 +195,24 @@ class Retention:
             storage = self._storage
             if storage.schema is None or not policy:
                 return GivenUp()
-            going = self._find(policy)
-            if not dry_run:
-                return self._deletion.delete(going) if going.size else GivenUp()
-            with storage.lock:
-                rows = self._deletion.rows_of(going).ids
-            return GivenUp(int(going.size), rows, int(rows * self._deletion.bytes_per_row()))
+            return self.delete(self._find(policy), dry_run=dry_run)
+
+    def delete(self, episodes: IntArray, *, dry_run: bool = False) -> GivenUp:
+        """Delete the rows of episodes that have ended.
+
+        Args:
+            episodes: Their ids. Shape `(n,)`.
+            dry_run: Delete nothing; `bytes` is then what the rows take.
+
+        Raises:
+            StateError: The store is closed, or cannot be written.
+            StorageError: The disk failed.
+        """
+        if not dry_run:
+            return self._deletion.delete(episodes) if episodes.size else GivenUp()
+        with self._storage.lock:
+            rows = self._deletion.rows_of(episodes).ids
+        return GivenUp(int(episodes.size), rows, int(rows * self._deletion.bytes_per_row()))
 
     def _find(self, policy: Retain) -> IntArray:
         """Return the episodes that are to leave, ascending. Shape `(n,)`."""
@@ -158,7 +239,7 @@ class Retention:
         return chosen, np.searchsorted(episodes, chosen[0])
 
     def _match(self, where: str, episodes: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Say of which episodes a condition holds for a row at least."""
+        """Return for which episodes a condition holds for at least one row."""
         storage, filter = self._storage, self._filter_of(where)
         matched = np.zeros(episodes.size, np.bool_)
         if filter is None or not episodes.size:
@@ -177,7 +258,7 @@ class Retention:
     def _too_many(
         self, most: int, episodes: IntArray, going: np.ndarray[tuple[int], np.dtype[np.bool_]]
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Say which episodes, the oldest, are too many for so many bytes, beside those that go anyway."""
+        """Return which of the oldest episodes to delete for the size, besides those that go anyway."""
         storage = self._storage
         fragments, places = self._fragments(episodes)
         rows = np.bincount(places, weights=fragments[2], minlength=episodes.size)
@@ -200,13 +281,13 @@ class Retention:
         return self._filter
 
 
-def _rounds(held: weakref.ref[Retention], ended: threading.Event) -> None:
+def _rounds(held: weakref.ref[PolicyRunner], ended: threading.Event) -> None:
     while not ended.wait(tuning.RETENTION_SECONDS):
-        retention = held()
-        if retention is None:
+        runner = held()
+        if runner is None:
             return
-        retention.go_round()
-        del retention
+        runner.go_round()
+        del runner
 
 
 def _end(ended: threading.Event, thread: threading.Thread, process: int) -> None:
@@ -217,7 +298,7 @@ def _end(ended: threading.Event, thread: threading.Thread, process: int) -> None
         thread.join()
 
 
-def retention_of(storage: ReadView, catalog: Catalog) -> Retention:
+def make_runner(storage: ReadView, catalog: Catalog) -> PolicyRunner:
     """Return what applies policies to a storage.
 
     Raises:
@@ -226,7 +307,7 @@ def retention_of(storage: ReadView, catalog: Catalog) -> Retention:
     deletion = None if storage.follows else storage.writer().retention
     if deletion is None:
         raise StateError(
-            "only the writer of a store on disk gives up rows by a policy",
+            "only the writer of a store on disk deletes episodes",
             hint="open it with expstore.open(path), without a capacity",
         )
-    return Retention(storage, deletion, catalog)
+    return PolicyRunner(storage, deletion, catalog)

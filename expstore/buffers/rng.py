@@ -1,7 +1,6 @@
-"""The random numbers of every draw, so that a restart goes on with the batch that would have come.
+"""The random numbers of every draw. After a restart the next batch is the one that would have come.
 
-Buffers keep one object of these; samplers get a NumPy generator for one draw out of it. It never chooses
-rows.
+A sampling holds one `Draws`; samplers get a NumPy generator for one draw out of it. It never chooses rows.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Draws:
     """Give the random numbers of any draw, in the order of the draws' numbers or any other.
 
     Philox is counter-based (Salmon et al. 2011): draw k is the same after a restart, whatever came
-    before. The draw stands in the upper half of the counter, so that draws never overlap. Threads have
+    before. The draw is the upper half of the counter, so that draws never overlap. Threads have
     a generator each.
 
     Args:
@@ -78,7 +77,7 @@ class Draws:
         draws.next()
 
     def give_back(self) -> None:
-        """Be told that turns taken ahead will not be handed out."""
+        """Drop the turns that were taken ahead and not returned."""
 
     @property
     def in_step(self) -> bool:
@@ -91,7 +90,7 @@ class GivenDraws(Draws):
 
     The generator moves by the same step for every batch, whatever its size. Its state goes to the disk at
     every sync, and from there the steps since are done again when the store is opened; who uses the
-    generator for something else too goes on from the sync alone.
+    generator for something else, too, continues from the sync alone.
 
     Threads: any number may draw. Processes: a forked or pickled buffer draws by the store's seed.
 
@@ -147,7 +146,7 @@ class GivenDraws(Draws):
             draws.next()
 
     def give_back(self) -> None:
-        """Take the generator back to the oldest turn taken ahead, unless somebody has moved it since."""
+        """Take the generator back to the oldest turn taken ahead, unless it was moved since."""
         with self._lock:
             if self._ahead and self._unmoved():
                 self._given.set_state(self._ahead[0][1])
@@ -156,7 +155,7 @@ class GivenDraws(Draws):
 
     @property
     def in_step(self) -> bool:
-        """Whether nobody has seeded or used the generator since turns were taken ahead."""
+        """Whether the generator was neither seeded nor used since turns were taken ahead."""
         with self._lock:
             return not self._ahead or self._unmoved()
 

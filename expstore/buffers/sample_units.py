@@ -274,7 +274,7 @@ def check_unit(unit: SampleUnit | None, sampler: Sampler | None) -> SampleUnit |
     """Return the unit of a buffer.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a SampleUnit.
         ValueError: The sampler draws windows of its own.
     """
     if unit is not None and not isinstance(unit, SampleUnit):

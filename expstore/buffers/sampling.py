@@ -1,226 +1,388 @@
-"""Which batch comes next: a handle's sampler, its random numbers, and batches made ahead.
+"""How batches get out of a store: draw number to sampler, sampler to rows, rows to a batch.
 
-Buffers are built on it and say how a batch is made. It keeps the promise that draw k is the same after a
-restart; it never reads a row.
+`Sampling.next` is the whole path. It keeps the promise that draw k is the same after a restart; it never
+appends or changes a row.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
 from collections.abc import Mapping
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.prefetch import Made, Prefetcher, Request
+from expstore.buffers.read_limits import READ_LIMIT
 from expstore.buffers.rng import Draws, GivenDraws, Turn, set_state
-from expstore.buffers.store_handle import StoreHandle
+from expstore.buffers.row_styles import RowStyle
+from expstore.buffers.sample_units import SampleUnit, check_unit
+from expstore.buffers.store_handle import Life, StoreHandle, StorePart
 from expstore.core.rate_limiters import RateLimiter
-from expstore.core.values import Selection
+from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
+from expstore.samplers.consuming import consume_after
 from expstore.samplers.torchrl_adapter import adapt, given
-from expstore.storages.read_view import ReadView
+from expstore.storages.indexing import OVERTAKEN, PATIENCE
+from expstore.storages.read_view import ReadView, closed_error, unmoved
+from expstore.transforms import StepView
 
-__all__ = ["DrawingHandle"]
+__all__ = ["Relabeling", "Sampling"]
+
+_LIMIT = 1000  # draws after which a follower, which cannot make the writer wait, fails
+_TRANSFORMS = 1 << 40  # the redraw number of the transforms' random numbers; no draw of rows has it
 
 
-class DrawingHandle(StoreHandle):
-    """Draw from a storage.
+class Relabeling(Protocol):
+    """Give rows of a batch other values than those that are stored, out of other rows: new goals, say."""
 
-    Threads: any number may draw. Processes: a forked or pickled handle draws batches of its own, by the
-    store's seed. Crashes: after a kill the next batch is the next one; after a power cut the one after the
-    last sync.
+    def look(
+        self, storage: ReadView, ids: IntArray, generator: np.random.Generator, view: StepView | None
+    ) -> StepView | None:
+        """Return a view that has read what the new values follow from; None: no row gets new values.
+
+        Args:
+            storage: What holds the rows.
+            ids: The rows of the batch. Shape `(n,)`.
+            generator: The random numbers of this draw.
+            view: What step transforms have read; None: the chain has no step transform.
+        """
+
+    def user_of(self, key: Key) -> str | None:
+        """Return the name of what reads a field; None: nothing does."""
+
+
+class Sampling(StorePart):
+    """Draw batches from a store.
+
+    Threads: any number may draw. Processes: a forked or copied buffer draws batches of its own, by the
+    store's seed. Crashes: after a kill the next batch is the one that would have come; after a power cut the
+    one after the last sync.
 
     Args:
-        storage: What is held.
-        sampler: What makes up a batch; one written for torchrl, too.
-        limiter: How fast rows come and go; None: as fast as they can.
+        store: Where rows are.
+        batches: Makes batches of columns.
+        style: Which keys batches carry besides the fields.
+        sampler: Chooses rows; it may be written for torchrl.
+        unit: What every chosen row stands for; None: itself.
+        limiter: How fast rows may be sampled; None: as fast as they can.
         prefetch: How many batches are made ahead.
         generator: What all draws follow from; None: the store's seed.
-    """
+        draws: Random numbers that take the place of both; batches are then drawn by number.
 
-    _bound: ClassVar[tuple[str, ...]] = ("_draws", "_generator", "_ahead")
-    _generator: torch.Generator | None = None
+    Raises:
+        ValueError: A follower is given a limiter.
+    """
 
     def __init__(
         self,
-        storage: ReadView,
+        store: StoreHandle,
+        batches: BatchBuilder,
+        style: RowStyle,
         sampler: Sampler,
         *,
-        prefetch: int,
-        generator: torch.Generator | None,
+        unit: SampleUnit | None = None,
         limiter: RateLimiter | None = None,
+        prefetch: int = 0,
+        generator: torch.Generator | None = None,
+        draws: Draws | None = None,
     ) -> None:
-        if limiter is not None and storage.follows:
+        if limiter is not None and store.storage.follows:
             raise ValueError("a follower is not limited: give the rate_limiter to the buffer that writes")
-        super().__init__(storage)
-        self._sampler = adapt(sampler)
+        self._store = store
+        self._batches = batches
+        self._style = style
+        #: Chooses rows.
+        self.sampler = adapt(sampler)
+        #: What every chosen row stands for; None: itself.
+        self.unit = unit
         self._limiter = limiter
         self._prefetch = prefetch
-        self._generator = generator
-        self._attached(storage)
+        self._relabeling: Relabeling | None = None
+        self._fixed_draws = draws
+        #: What all draws follow from; None: the store's seed.
+        self.generator = generator
+        self._draws: Draws | None = None
+        self._prefetcher: Prefetcher | None = None
+        self._of_parent: Sampler | None = None  # kept in a forked child, as the parent's storage is
+        self._resumes = True  # the generator continues from the state that the storage keeps
 
-    def _attached(self, storage: ReadView) -> None:
-        self._forget_ahead()
-        generator = self._generator
-        self._unbind()  # schema and seed may be others
-        self._generator = generator
-        self._sampler.attach(storage)
-        if self._limiter is not None and not storage.follows:
-            self._limiter.attach(storage)
-        if self._generator is not None:
-            self._draws = GivenDraws(self._generator, storage.draws, resume=True)
-            storage.draws.watch(self._draws)
+    def relabel_by(self, relabeling: Relabeling) -> None:
+        """Relabel rows of all batches from now on."""
+        self._relabeling = relabeling
 
-    def _rest(self) -> None:
-        if "_sampler" in self.__dict__ and self._sampler.filter is not None:
-            self._sampler.filter.rest()
+    # -- the path of a sample ----------------------------------------------------------------------
 
-    def _go_on(self) -> None:
-        if "_sampler" in self.__dict__ and self._sampler.filter is not None:
-            self._sampler.filter.go_on()
+    def next(self, request: Request) -> tuple[Any, Selection]:
+        """Return the next batch and its rows.
 
-    def _part(self) -> None:
-        ahead = "_ahead" in self.__dict__
-        super()._part()
-        if ahead:
-            # The thread that made batches is not here, but a lock that it held then would be.
-            self._parents_sampler = self._sampler  # kept, as the parent's storage is
-            self._sampler = copy.copy(self._sampler)
-            if "_storage" in self.__dict__:
-                self._sampler.attach(self._storage)
+        Raises:
+            NotReadyError: The store is empty, or no row is left that may still be drawn.
+        """
+        storage, limiter = self._store.storage, self._limiter
+        if limiter is None or storage.follows:
+            return self._next(storage, request)
+        with limiter.sampling(request.size) as count:
+            batch, rows = self._next(storage, request)
+            count((rows.anchors or rows).ids.size)
+        return batch, rows
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; one that has its rows in RAM goes on by a generator of its own."""
-        state = super().__getstate__()
-        if "_storage" in state and self._generator is not None:
-            given, draws = self._generator, self._draws
-            # Batches that are made ahead have moved the generator; the copy makes them itself.
-            now = draws.state_now(self._storage.draws) if isinstance(draws, GivenDraws) else given.get_state()
-            state["_copied"] = now, str(given.device)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
-        copied = state.pop("_copied", None)
-        super().__setstate__(state)
-        if copied is not None:
-            generator = torch.Generator(copied[1])
-            generator.set_state(copied[0])
-            self.set_rng(generator)
-
-    @cached_property
-    def _draws(self) -> Draws:
-        worker = torch.utils.data.get_worker_info()
-        self._storage.draws.watch(None)
-        return Draws(self._storage.seed, self._storage.draws.stream() if worker is None else worker.seed)
-
-    @cached_property
-    def _ahead(self) -> Prefetcher:
-        return Prefetcher(self._prefetch)
-
-    def _changes(self) -> object:
-        """Return what is another value when batches made before are not those of now."""
-        return self._storage.changes.number, self._storage.epochs.fields
-
-    def _forget_ahead(self) -> None:
-        if "_ahead" in self.__dict__:
-            self._ahead.drop(_Batches(self))
-
-    @abstractmethod
-    def _make(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        """Make the batch of a turn, if need be instead of rows that have left."""
-
-    def _next_batch(self, request: Request) -> tuple[Any, Selection]:
-        """Return the next batch and its rows."""
-        if self._limiter is None or self._storage.follows:
-            return self._hand_out(request)
-        with self._limiter.sampling(request.size) as count:
-            batch, selection = self._hand_out(request)
-            count((selection.anchors or selection).ids.size)
-        return batch, selection
-
-    def _hand_out(self, request: Request) -> tuple[Any, Selection]:
-        self._check_readable()
+    def _next(self, storage: ReadView, request: Request) -> tuple[Any, Selection]:
+        self.check_readable()
         if self._prefetch:
-            made = self._ahead.next(_Batches(self), request)
+            made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
-        batch, selection = self._make(self._draws.next(self._storage.draws), request)
-        self._sampler.hand_out(self._storage, selection)
-        return batch, selection
+        turn = (self._draws or self._require_draws()).next(storage.draws)
+        batch, rows = self.draw(turn, request)
+        self.sampler.hand_out(storage, rows)
+        return batch, rows
 
-    def _check_readable(self) -> None:
-        if self._storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if not self._sampler.left(self._storage):
-            raise self._sampler.nothing(self._storage)
+    def draw(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
+        """Make the batch of a turn.
+
+        Args:
+            turn: Which draw it is.
+            request: What is asked for.
+            instead: Rows that have left, in whose place others are drawn.
+        """
+        storage = self._store.storage
+        return unmoved(storage, partial(self._draw, storage, turn, request, instead))
+
+    def _draw(
+        self, storage: ReadView, turn: Turn, request: Request, instead: Selection | None
+    ) -> tuple[Any, Selection]:
+        draws = self._draws or self._require_draws()
+        rows, columns, view = self._read(storage, draws, turn, request.size, instead)
+        numbers = draws.numbers(turn, _TRANSFORMS) if self._batches.transform.draws else None
+        batch = self._batches.of_sample(storage, rows, columns, view, numbers, as_numpy=request.as_numpy)
+        return batch, rows
+
+    def _read(
+        self, storage: ReadView, draws: Draws, turn: Turn, size: int, chosen: Selection | None
+    ) -> tuple[Selection, list[Array], StepView | None]:
+        """Choose rows and copy them, again while some are overwritten meanwhile."""
+        transform, limit = self._batches.transform, READ_LIMIT.get()
+        for redraw in range(_LIMIT):
+            generator = draws.numbers(turn, redraw)
+            if redraw == PATIENCE:
+                storage.lock.acquire()
+            try:
+                if chosen is None:
+                    chosen = self.sampler.sample(storage, size, generator)
+                else:
+                    chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
+                rows = chosen if self.unit is None else self.unit.select(chosen, storage)
+                if rows is not None:
+                    if limit is not None:
+                        limit.check(storage, rows.ids)
+                    view = transform.look(storage, rows.ids, generator) if transform.steps else None
+                    if self._relabeling is not None:
+                        view = self._relabeling.look(storage, rows.ids, generator, view)
+                    if view is None:
+                        columns = storage.read(rows.ids)
+                        if storage.intact(rows.ids):
+                            return rows, columns, None
+                    else:
+                        columns = view.columns()
+                        if view.intact:
+                            return replace(rows, oldest=view.oldest), columns, view
+                storage.counters.redraws += 1
+            finally:
+                if redraw == PATIENCE:
+                    storage.lock.release()
+        # Only a follower gets here: with the lock held nothing is overwritten in this process.
+        raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
+
+    def check_readable(self) -> None:
+        """Raise an error if no row can be drawn.
+
+        Raises:
+            NotReadyError: No row can be drawn.
+            StateError: The store is closed.
+        """
+        storage = self._store.storage
+        if storage.closed:
+            raise closed_error()
+        if not self.sampler.left(storage):
+            raise self.sampler.nothing(storage)
+
+    # -- random numbers ------------------------------------------------------------------------------
+
+    def _require_draws(self) -> Draws:
+        draws = self._draws
+        if draws is None:
+            draws = self._draws = self._fixed_draws or self._seeded_draws()
+        return draws
+
+    def _seeded_draws(self) -> Draws:
+        worker, storage = torch.utils.data.get_worker_info(), self._store.storage
+        storage.draws.watch(None)
+        return Draws(storage.seed, storage.draws.stream() if worker is None else worker.seed)
 
     def set_rng(self, generator: torch.Generator | None) -> None:
-        """Draw by another generator, as it stands, from the next batch on; None: by the store's seed."""
-        self._forget_ahead()
-        self.__dict__.pop("_draws", None)
-        self._generator = generator
+        """Draw by another generator, in its present state, from the next batch on; None: by the seed."""
+        self.drop_prefetched()
+        self._draws, self.generator = None, generator
         if generator is not None:
-            self._draws = GivenDraws(generator, self._storage.draws, resume=False)
-            self._storage.draws.watch(self._draws)
+            self._use(GivenDraws(generator, self._store.storage.draws, resume=False))
 
-    def _sampler_settings(self) -> dict[str, Any]:
-        return self._sampler.settings()
+    def _use(self, draws: GivenDraws) -> None:
+        self._draws = draws
+        self._store.storage.draws.watch(draws)
 
-    def _set_sampler(self, settings: Mapping[str, Any]) -> None:
-        self._sampler.set_settings(settings)
+    # -- batches made ahead: what a `Prefetcher` asks -------------------------------------------------
+
+    def _require_prefetcher(self) -> Prefetcher:
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self._prefetch)
+        return self._prefetcher
+
+    def drop_prefetched(self) -> None:
+        """Drop the batches that were made ahead."""
+        if self._prefetcher is not None:
+            self._prefetcher.drop(self)
+
+    def turn_ahead(self, number: int) -> Turn:
+        """Return the turn after `number` others that are not handed out yet."""
+        return self._require_draws().ahead(self._store.storage.draws, number)
+
+    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
+        """Make a batch, if need be instead of one whose rows have left."""
+        self.check_readable()
+        changes = self._changes()
+        return Made(*self.draw(turn, request, instead), changes)
+
+    def stands(self, made: Made | None) -> bool:
+        """Return whether batches made when this one was (None: any) may still be handed out."""
+        if made is None:
+            return self._require_draws().in_step
+        return made.changes == self._changes() and self.sampler.stands(self._store.storage, made.selection)
+
+    def readable(self, made: Made) -> bool:
+        """Return whether none of its rows, nor of those that were looked at for it, has left."""
+        ids = made.selection.ids
+        oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
+        return not oldest or oldest > self._store.storage.window.low
+
+    def hand_out(self, made: Made) -> None:
+        """Count the oldest batch made ahead as handed out."""
+        storage = self._store.storage
+        self._require_draws().hand_out(storage.draws)
+        self.sampler.hand_out(storage, made.selection)
+
+    def give_back(self) -> None:
+        """Take the generator and the sampler back to the last batch that was handed out."""
+        self._require_draws().give_back()
+        self.sampler.rewind(self._store.storage)
+
+    def _changes(self) -> object:
+        """Return a token that changes when batches made before become stale."""
+        storage, steps = self._store.storage, self._batches.transform.steps
+        content = storage.changes.number, storage.epochs.fields
+        return (content, [step.settings for step in steps]) if steps else content
+
+    # -- the sampler ---------------------------------------------------------------------------------
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """Root keys that samples carry besides the fields."""
+        unit_keys: frozenset[str] = frozenset() if self.unit is None else self.unit.root_keys
+        return self._style.own_keys(self.sampler, unit_keys)
+
+    def set_sampler(self, sampler: Any) -> Any:
+        """Draw by another sampler from the next batch on; see `ReplayBuffer.set_sampler`."""
+        storage, former = self._store.check_open(), self.sampler
+        sampler = former if sampler is given(former) else adapt(sampler)
+        check_unit(self.unit, sampler)
+        consume_after(None, sampler, prefetch=self._prefetch)
+        self.drop_prefetched()
+        priorities = storage.priorities
+        within, priorities.within = priorities.within, False  # the former sampler may have set it
+        try:
+            sampler.attach(storage)
+        except BaseException:
+            priorities.within = within
+            raise
+        if sampler is not former:
+            former.detach()
+        self.sampler = sampler
+        return given(former)
+
+    def users_of(self, key: Key) -> list[str]:
+        """Return which parts of the buffer read a field."""
+        users, sampler = [], self.sampler
+        if sampler.filter is not None and key in sampler.filter.fields(self._store.storage):
+            users.append(f"the sampler's filter ({sampler.filter})")
+        if key in sampler.reads:
+            users.append(f"the sampler ({sampler!r})")
+        if self.unit is not None and key in self.unit.reads:
+            users.append(f"the sample unit ({self.unit!r})")
+        if self._relabeling is not None and (user := self._relabeling.user_of(key)) is not None:
+            users.append(user)
+        return users
+
+    def refresh(self) -> None:
+        """Evaluate `where` and `weight` of the sampler for all rows as they are now."""
+        if self.sampler.filter is not None:
+            self.sampler.refresh(self._store.storage)
+            self.drop_prefetched()
+
+    def stats(self) -> dict[str, Any]:
+        """Return facts that JSON can keep."""
+        storage, limiter = self._store.storage, self._limiter
+        limited = limiter is not None and not (storage.follows or storage.closed)
+        return {
+            "prefetch_queue_size": 0 if self._prefetcher is None else len(self._prefetcher),
+            "rate_limiter": limiter.describe() if limiter is not None and limited else None,
+        }
+
+    # -- the place in the sequence of draws ------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes, under torchrl's names: of storages in RAM the rows, too.
-
-        Rows of a store on disk stay where they are (`dumps`); of those it says which they are.
-        """
-        storage, draws = self._storage, self.__dict__.get("_draws")  # to ask is not to draw
-        generator = None
-        if isinstance(draws, GivenDraws):
-            generator = draws.state_now(storage.draws)
+        """Return what `load_state_dict` takes; of storages in RAM the rows, too."""
+        storage, draws = self._store.storage, self._draws
         drawn = {"seed": storage.seed, "draw": storage.draws.number, "progress": list(storage.draws.progress)}
         return {
             "_storage": storage.state_dict(),
-            "_sampler": self._sampler.state_dict(),
-            "_rng": generator,
+            "_sampler": self.sampler.state_dict(),
+            "_rng": draws.state_now(storage.draws) if isinstance(draws, GivenDraws) else None,
             "_draws": drawn | {"last_id": storage.last},
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned; buffers say more."""
-        storage, state = self._storage, state_dict
-        self._check_state(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, and `check_state` let through."""
+        storage = self._store.storage
         writer = storage.writer()
-        generator = state["_rng"]
-        if self._generator is not None:
-            set_state(self._generator, generator)
+        if self.generator is not None:
+            set_state(self.generator, state["_rng"])
         if "rows" in state["_storage"]:
             writer.load_state_dict(state["_storage"])
-        self._forget_ahead()
-        if self._generator is not None:
-            self.set_rng(self._generator)
-        self._sampler.load_state_dict(state["_sampler"])
-        if "rows" not in state["_storage"]:  # else the storage has them again
+        self.drop_prefetched()
+        if self.generator is not None:
+            self.set_rng(self.generator)
+        self.sampler.load_state_dict(state["_sampler"])
+        if "rows" not in state["_storage"]:  # otherwise the storage has restored them
             writer.draws.set(int(state["_draws"]["draw"]), state["_draws"]["progress"])
             writer.sync()
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise an error if a state does not fit."""
-        storage, own = self._storage, self._sampler.state_dict()
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise StateError if a state does not fit."""
+        storage, own = self._store.storage, self.sampler.state_dict()
         if (
             not {"_storage", "_sampler", "_rng", "_draws"} <= state.keys()
             or state["_sampler"].keys() != own.keys()
         ):
-            raise StateError(f"that is no state of a buffer with {self._sampler!r}")
+            raise StateError(f"that is no state of a buffer with {self.sampler!r}")
         for name in own.keys() & {"where", "weight"}:
             if state["_sampler"][name] != own[name]:
                 raise StateError(f"the state is of a sampler with {name}={state['_sampler'][name]!r}")
-        if (state["_rng"] is None) != (self._generator is None):
-            having, lacking = ("state", "buffer") if self._generator is None else ("buffer", "state")
+        if (state["_rng"] is None) != (self.generator is None):
+            having, lacking = ("state", "buffer") if self.generator is None else ("buffer", "state")
             raise StateError(f"the {having} draws by a generator, the {lacking} by the store's seed")
         seed, last = state["_draws"]["seed"], state["_draws"]["last_id"]
         if "rows" in state["_storage"]:
@@ -232,113 +394,65 @@ class DrawingHandle(StoreHandle):
                 hint="open the store that it was taken of, or bring its rows here with dumps() and loads()",
             )
 
+    # -- life ------------------------------------------------------------------------------------------
+
+    def attach(self, storage: ReadView) -> None:
+        """Draw from a storage from now on; its schema and seed may be others."""
+        self.drop_prefetched()
+        self._draws = self._prefetcher = None
+        self.sampler.attach(storage)
+        if self._limiter is not None and not storage.follows:
+            self._limiter.attach(storage)
+        if self.generator is not None:
+            self._use(GivenDraws(self.generator, storage.draws, resume=self._resumes))
+            self._resumes = True
+
+    def before_fork(self) -> None:
+        """Pause the evaluation of the sampler's conditions."""
+        if self.sampler.filter is not None:
+            self.sampler.filter.rest()
+
+    def after_fork(self) -> None:
+        """Let conditions be evaluated again."""
+        if self.sampler.filter is not None:
+            self.sampler.filter.go_on()
+
+    def leave_parent(self) -> None:
+        """Draw by the seed; drop the batches that the parent's thread made ahead."""
+        prefetched = self._prefetcher is not None
+        self._draws = self._prefetcher = self.generator = None
+        if prefetched:
+            # The thread that made batches is not here, but a lock that it held would still be held.
+            self._of_parent = self.sampler
+            self.sampler = copy.copy(self.sampler)
+            if self._store.life is Life.OPEN:
+                self.sampler.attach(self._store.storage)
+
     def close(self) -> None:
-        """Flush, bring the index up to date for other programs, let others open the store."""
+        """Stop making batches ahead, and end all waits for the limiter."""
         if self._limiter is not None:
             self._limiter.close()
-        if "_ahead" in self.__dict__:
-            self._ahead.close(_Batches(self))
-        self._sampler.detach()
-        super().close()
+        if self._prefetcher is not None:
+            self._prefetcher.close(self)
+        self.sampler.detach()
 
-    def refresh(self) -> None:
-        """Have what is derived from rows follow them: `where`, `weight`, and in a follower episodes.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; a copy of rows in RAM continues by a generator of its own."""
+        copied, draws = None, self._draws
+        if self.generator is not None and self._store.is_in_memory:
+            # Batches that are made ahead have moved the generator; the copy makes them itself.
+            state = self.generator.get_state()
+            if isinstance(draws, GivenDraws):
+                state = draws.state_now(self._store.storage.draws)
+            copied = state, str(self.generator.device)
+        dropped = dict.fromkeys(("_draws", "_prefetcher", "_of_parent"))
+        return vars(self) | dropped | {"generator": copied}
 
-        `where` and `weight` of the sampler are evaluated for all rows as they are now: the next batches are
-        those of any other process, or run, with the same rows, seed and number of the draw. In a follower
-        this also brings episodes, and, after the writer has stopped, its last rows. While it writes new rows
-        show by themselves, those of small batches (up to 8 rows of 16 KiB together) within 0.1 s: they are
-        not waited for. `sql` and `stats` do that, too.
-
-        Raises:
-            QueryError: `where` or `weight` cannot be computed, or a weight is not a number from 0 on.
-            StorageError: The store cannot be read.
-        """
-        super().refresh()
-        if self._sampler.filter is not None:
-            self._sampler.refresh(self._storage)
-            self._forget_ahead()
-
-    def stats(self) -> dict[str, Any]:
-        """Return facts about the store that JSON can keep."""
-        ahead = len(self._ahead) if "_ahead" in self.__dict__ else 0
-        limited = self._limiter is not None and not (self._storage.follows or self._storage.closed)
-        limits = self._limiter.describe() if self._limiter is not None and limited else None
-        return super().stats() | {"prefetch_queue_size": ahead, "rate_limiter": limits}
-
-    @property
-    def sampler(self) -> Any:
-        """What makes up a batch, as it was given."""
-        return given(self._sampler)
-
-    def set_sampler(self, sampler: Any) -> Any:
-        """Draw by another sampler from the next batch on; return the one before.
-
-        Draws are counted on; a sampler that keeps a place in the store begins anew, unless the one before
-        was of its kind.
-
-        Raises:
-            StateError: The store is closed.
-            TypeError: It is no sampler.
-            ValueError: It does not fit this buffer; nothing was changed.
-            QueryError: The rows have no such fields as its `where` or `weight` name.
-        """
-        storage, former = self._storage, self._sampler
-        if storage.closed:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if sampler is not given(former):
-            sampler = adapt(sampler)
-        else:
-            sampler = former
-        self._check_sampler(sampler)
-        self._forget_ahead()
-        priorities = storage.priorities
-        within, priorities.within = priorities.within, False  # what the former one may have asked for
-        try:
-            sampler.attach(storage)
-        except BaseException:
-            priorities.within = within
-            raise
-        if sampler is not former:
-            former.detach()
-        self._sampler = sampler
-        return given(former)
-
-    def _check_sampler(self, sampler: Sampler) -> None:
-        """Raise ValueError for one that does not fit."""
-
-
-class _Batches:
-    """What a `Prefetcher` asks of a handle."""
-
-    def __init__(self, handle: DrawingHandle) -> None:
-        self._handle = handle
-
-    def turn_ahead(self, number: int) -> Turn:
-        return self._handle._draws.ahead(self._handle._storage.draws, number)
-
-    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
-        handle = self._handle
-        handle._check_readable()
-        changes = handle._changes()
-        return Made(*handle._make(turn, request, instead), changes)
-
-    def stands(self, made: Made | None) -> bool:
-        handle = self._handle
-        if made is None:
-            return handle._draws.in_step
-        storage = handle._storage
-        return made.changes == handle._changes() and handle._sampler.stands(storage, made.selection)
-
-    def readable(self, made: Made) -> bool:
-        ids = made.selection.ids
-        oldest = made.selection.oldest or (int(ids.min()) if ids.size else 0)
-        return not oldest or oldest > self._handle._storage.window.low
-
-    def hand_out(self, made: Made) -> None:
-        self._handle._draws.hand_out(self._handle._storage.draws)
-        self._handle._sampler.hand_out(self._handle._storage, made.selection)
-
-    def give_back(self) -> None:
-        self._handle._draws.give_back()
-        self._handle._sampler.rewind(self._handle._storage)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` returned."""
+        vars(self).update(state)
+        if state["generator"] is not None:
+            values, device = state["generator"]
+            self._resumes = False
+            self.generator = torch.Generator(device)
+            self.generator.set_state(values)

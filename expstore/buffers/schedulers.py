@@ -62,7 +62,7 @@ class ParameterScheduler(ABC):
         return {"steps": self._steps, "initial_val": self.initial_val, "value": self._current()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, the attribute's value included."""
+        """Restore what `state_dict` returned, the attribute's value included."""
         self._steps, self.initial_val = int(state_dict["steps"]), state_dict["initial_val"]
         setattr(self.sampler, self.param_name, state_dict["value"])
 
@@ -74,11 +74,11 @@ class LambdaScheduler(ParameterScheduler):
     """Set the initial value times a function of the number of steps.
 
     Args:
-        obj: As `ParameterScheduler`, and so are the others.
-        param_name: See there.
+        obj: A sampler, or the buffer that has it.
+        param_name: The attribute.
         lambda_fn: The function.
-        min_value: See there.
-        max_value: See there.
+        min_value: The attribute is never set below it.
+        max_value: The attribute is never set above it.
 
     Example:
         >>> scheduler = LambdaScheduler(sampler, "beta", lambda steps: 1 + steps / 100, max_value=1.0)
@@ -100,11 +100,11 @@ class LambdaScheduler(ParameterScheduler):
 
 
 class LinearScheduler(ParameterScheduler):
-    """Go from the initial value to a final one in equal steps, and stay there.
+    """Move from the initial value to a final one in equal steps, and keep that.
 
     Args:
-        obj: As `ParameterScheduler`.
-        param_name: See there.
+        obj: A sampler, or the buffer that has it.
+        param_name: The attribute.
         final_value: The last value.
         num_steps: How many steps it takes.
 
@@ -130,13 +130,13 @@ class StepScheduler(ParameterScheduler):
     """Multiply, or add to, the value of the attribute every few steps.
 
     Args:
-        obj: As `ParameterScheduler`, and so are the others.
-        param_name: See there.
+        obj: A sampler, or the buffer that has it.
+        param_name: The attribute.
         gamma: What is multiplied with or added.
         n_steps: After how many steps.
         mode: "multiplicative" or "additive".
-        min_value: See there.
-        max_value: See there.
+        min_value: The attribute is never set below it.
+        max_value: The attribute is never set above it.
 
     Example:
         >>> scheduler = StepScheduler(sampler, "beta", gamma=0.1, n_steps=10, mode="additive", max_value=1.0)

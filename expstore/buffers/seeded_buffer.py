@@ -1,20 +1,24 @@
-"""Batches by number: a store that another buffer has open, drawn from by a seed of one's own.
+"""Batches by number: a store that another buffer has open, sampled by a seed of the reader's own.
 
-Used by the HTTP layer, whose clients ask for draw k of a seed and get the same rows as anybody else who does,
-as long as the rows are the same. It writes nothing, counts nothing, and leaves the store's own draws alone.
+Used by the HTTP layer, whose clients ask for draw k of a seed. All of them get the same batch, as long as the
+store has the same rows. It writes nothing, counts nothing, and does not move the store's own draws.
 """
 
 from __future__ import annotations
 
 import itertools
-from functools import cached_property
 from typing import Any
 
+from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.prefetch import Request
 from expstore.buffers.rng import Draws
-from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.store_handle import StoreHandle
+from expstore.buffers.tensordict import TensorDictRows
 from expstore.samplers.base import Sampler
 from expstore.storages.read_view import ReadView
+from expstore.transforms import Compose
 
 __all__ = ["SeededReplayBuffer"]
 
@@ -22,7 +26,7 @@ __all__ = ["SeededReplayBuffer"]
 _READERS = 1
 
 
-class SeededReplayBuffer(TensorDictReplayBuffer):
+class SeededReplayBuffer:
     """Draw batches by number.
 
     Threads: any number may draw. Processes and crashes: nothing is kept; draw k follows from seed and rows.
@@ -38,25 +42,32 @@ class SeededReplayBuffer(TensorDictReplayBuffer):
     """
 
     def __init__(self, storage: ReadView, sampler: Sampler, *, seed: int) -> None:
-        self._seed = seed
+        style = TensorDictRows(type(self).__name__, priority_key="td_error", with_ids=True)
+        self._store = StoreHandle(storage)
+        self._batches = BatchBuilder(style, Compose(), collate_fn=None, device=None, pin_memory=False)
+        self._sampling = Sampling(self._store, self._batches, style, sampler, draws=Draws(seed, _READERS))
         self._count = itertools.count()
-        super().__init__(storage=storage, sampler=sampler, with_ids=True)
+        self._store.add_part(self._batches)
+        self._store.add_part(self._sampling)
 
-    @cached_property
-    def _draws(self) -> Draws:
-        return Draws(self._seed, _READERS)
+    @property
+    def sampler(self) -> Sampler:
+        """What makes up a batch."""
+        return self._sampling.sampler
 
     def draw(self, number: int | None, batch_size: int) -> Any:
         """Return a batch, as `sample` does.
 
         Args:
-            number: Which draw, from 0 on; None: the next one that nobody has been given in this way.
+            number: Which draw, from 0 on; None: the next one that no caller has been given in this way.
             batch_size: How many rows.
 
         Raises:
             NotReadyError: There are no rows that may be drawn.
         """
-        self._check_readable()
+        check_batch_size(batch_size)
+        self._sampling.check_readable()
         if number is None:
             number = next(self._count)
-        return self._make((number, 0), Request(self._wanted(batch_size)))[0]
+        batch, _ = self._sampling.draw((number, 0), Request(batch_size))
+        return batch

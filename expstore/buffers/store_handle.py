@@ -1,504 +1,313 @@
-"""What every buffer is beside its two data paths: an open store, to flush, dump, query and close.
+"""An open store in this process: its storage, its SQL catalog, its retention, and what becomes of it.
 
-Buffers are built on it. It hands a forked child, or a copy in another process, a follower in the place of
-the writer's storage. It never draws and never takes in rows.
+A buffer holds one handle. After a fork, and in a pickled copy, the handle opens a follower of the store when
+it is first used. It never draws and never appends rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-import json
 import os
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from dataclasses import dataclass
+from enum import Enum
 
-from expstore.buffers.domain_checks import row_text, specs_of
-from expstore.buffers.episodes import Episodes
-from expstore.buffers.retention import Retention, retention_of
-from expstore.core.retention_policy import Retain
-from expstore.disk.local_path import local_path
-from expstore.episodes.annotations import merge_info, pack_info
+from expstore.buffers.retention import PolicyRunner, make_runner, stored_policy
 from expstore.errors import StateError
-from expstore.schema.schema import Schema
 from expstore.sql.sync import Catalog
-from expstore.storages.base import Hook
-from expstore.storages.capabilities import GivenUp
-from expstore.storages.episode_lookup import check_episode
 from expstore.storages.follower import Origin
-from expstore.storages.read_view import ReadView
+from expstore.storages.read_view import ReadView, closed_error
 from expstore.storages.sessions import end_sessions
-from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version
-from expstore.storages.snapshots.create import dump
-from expstore.storages.stats import describe, meta_of
 
-if TYPE_CHECKING:
-    from expstore.specs import Composite
-    from expstore.sql.index import Result
+__all__ = ["Life", "StoreHandle", "StorePart"]
 
-__all__ = ["StoreHandle"]
+
+class Life(Enum):
+    """Say where a handle is in its life."""
+
+    #: The storage is open in this process.
+    OPEN = "open"
+    #: This process is a fork of the one that opened the store; a follower is opened when one is needed.
+    FORKED = "forked"
+    #: The handle was copied or unpickled; a follower is opened when one is needed.
+    COPIED = "copied"
+    #: The store was closed.
+    CLOSED = "closed"
+
+
+class StorePart:
+    """Work on the storage of a handle, and hear of what happens to it. The handle holds its parts weakly."""
+
+    def attach(self, storage: ReadView) -> None:
+        """Work on this storage from now on; called again when its content is replaced.
+
+        Whatever was derived from the former storage or content is dropped.
+        """
+
+    def leave_parent(self) -> None:
+        """Drop what belongs to the parent process: this is a forked child."""
+
+    def before_fork(self) -> None:
+        """Pause the part's own threads: this process is about to fork."""
+
+    def after_fork(self) -> None:
+        """Let the threads run again: this is the parent, and the fork is done."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What one opening holds: the storage, the keeper of its SQL index, and what applies its policy."""
+
+    storage: ReadView
+    catalog: Catalog
+    runner: PolicyRunner | None = None
+
+    @classmethod
+    def of(cls, storage: ReadView) -> _Opened:
+        """Return what belongs to a storage. It has one catalog: a second one would not see all changes."""
+        known = storage.index.catalog
+        catalog = known if isinstance(known, Catalog) else Catalog(storage)
+        storage.index.use(catalog)
+        return cls(storage, catalog)
+
+    def require_runner(self) -> PolicyRunner:
+        """Return what applies policies.
+
+        Raises:
+            StateError: The storage deletes no rows by a policy.
+        """
+        if self.runner is None:
+            self.runner = make_runner(self.storage, self.catalog)
+        return self.runner
+
+    def start_retention(self) -> None:
+        """Apply the store's policy in the background, if it has one."""
+        if self.storage.can_write and stored_policy(self.storage) is not None:
+            self.require_runner().start()
+
+    def stop_retention(self) -> None:
+        """Stop applying the policy; wait for a run that is under way."""
+        if self.runner is not None:
+            self.runner.stop()
+            self.runner = None
 
 
 class StoreHandle:
-    """Hold a storage open.
+    """Hold a store open, and follow it from a forked child or a copy.
 
-    Threads: `flush`, `dumps` and `sql` may run beside `extend` and `sample`. Processes: a forked or
-    pickled handle follows the store that its parent writes. Crashes: as the storage promises.
+    Threads: any number may use it. Processes: a forked or copied handle of a store on disk follows the store;
+    a copy of a storage in RAM has the rows. Crashes: as the storage promises.
 
     Args:
         storage: What is held.
     """
 
-    #: Attributes that belong to one storage in one process; a copy, and new content, begin without them.
-    _bound: ClassVar[tuple[str, ...]] = ()
-
     def __init__(self, storage: ReadView) -> None:
-        self._storage = storage
-        self._origin = Origin.of(storage)
-        storage.index.use(self._catalog)
-        storage.holders.add(self)
+        opened = _Opened.of(storage)
+        self._begin(Life.OPEN, Origin.of(storage), opened)
+        opened.start_retention()
+
+    def _begin(self, life: Life, origin: Origin | None, opened: _Opened | None) -> None:
+        self._life = life
+        self._origin = origin
+        self._opened = opened
+        self._parts: list[weakref.ref[StorePart]] = []
+        self._opening = threading.RLock()
+        #: What the parent process opened: kept, as freeing DuckDB's memory here could write to its file.
+        self._of_parent: _Opened | None = None
+        if opened is not None:
+            opened.storage.holders.add(self)
         _handles.add(self)
-        self._retain_on()
 
-    def _renewed(self, storage: ReadView) -> None:
-        """Be told by a storage that it has another content: what was made for the former one is forgotten."""
-        if self.__dict__.get("_storage") is storage:
-            self._attached(storage)
+    # -- what is open ----------------------------------------------------------------------------
 
-    def _attached(self, storage: ReadView) -> None:
-        """Be told of a storage that is there from now on, or whose content is another one."""
+    @property
+    def life(self) -> Life:
+        """Where the handle is in its life."""
+        opened = self._opened
+        return Life.CLOSED if opened is not None and opened.storage.closed else self._life
 
-    def _hold(self, storage: ReadView) -> None:
-        """Hold another storage from now on; after an error the one before."""
-        former = self._storage, self._origin
-        self._let_retention_go()
-        self.__dict__.pop("_catalog", None)
-        self._storage, self._origin = storage, Origin.of(storage)
-        try:
-            storage.index.use(self._catalog)
-            storage.holders.add(self)
-            self._attached(storage)
-            self._retain_on()
-        except BaseException:
-            self.__dict__.pop("_catalog", None)
-            self._storage, self._origin = former
-            self._storage.index.use(self._catalog)
-            self._attached(self._storage)
-            self._retain_on()
-            raise
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the rows are in RAM, so that a copy has rows of its own."""
+        return self._origin is None and self.life is Life.OPEN
 
-    # -- what a fork and a copy in another process make anew, when first needed ------------------
+    @property
+    def storage(self) -> ReadView:
+        """The storage; a forked or copied handle opens a follower first.
 
-    @cached_property
-    def _storage(self) -> ReadView:
-        if self._origin is None:
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        storage = self.__dict__["_storage"] = self._origin.follow()
-        try:
-            storage.index.use(self._catalog)
-            self._attached(storage)
-        except BaseException:
-            self.__dict__.pop("_storage", None)
-            self.__dict__.pop("_catalog", None)
-            storage.close()
-            raise
+        Raises:
+            StateError: The store was closed before it was opened here.
+        """
+        opened = self._opened
+        return (self._follow() if opened is None else opened).storage
+
+    @property
+    def catalog(self) -> Catalog:
+        """What answers SQL."""
+        return (self._opened or self._follow()).catalog
+
+    @property
+    def runner(self) -> PolicyRunner:
+        """What applies retention policies.
+
+        Raises:
+            StateError: The storage deletes no rows by a policy.
+        """
+        return (self._opened or self._follow()).require_runner()
+
+    def current(self) -> ReadView:
+        """Return the storage, after taking in what another process has written."""
+        storage = self.storage
+        if not storage.closed:
+            storage.follow()
         return storage
 
-    @cached_property
-    def _catalog(self) -> Catalog:
-        known = (
-            self._storage.index.catalog
-        )  # one tells the storage what the index has: a second one would lack it
-        return known if isinstance(known, Catalog) else Catalog(self._storage)
+    def check_open(self) -> ReadView:
+        """Return the storage.
 
-    @cached_property
-    def _retention(self) -> Retention:
-        return retention_of(self._storage, self._catalog)
+        Raises:
+            StateError: It is closed.
+        """
+        storage = self.storage
+        if storage.closed:
+            raise closed_error()
+        return storage
 
-    def _retain_on(self) -> None:
+    def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""
-        storage = self._storage
-        if storage.can_write and self.retained is not None:
-            self._retention.start()
+        (self._opened or self._follow()).start_retention()
 
-    def _let_retention_go(self) -> None:
-        retention = self.__dict__.pop("_retention", None)
-        if retention is not None:
-            retention.stop()
+    def _follow(self) -> _Opened:
+        with self._opening:
+            if self._opened is not None:
+                return self._opened
+            if self._origin is None:
+                raise closed_error()
+            storage, former = self._origin.follow(), self._life
+            try:
+                self._opened = opened = _Opened.of(storage)
+                self._life = Life.OPEN
+                self._attach_parts(storage)
+            except BaseException:
+                self._opened, self._life = None, former
+                storage.close()
+                raise
+            return opened
 
-    def _unbind(self) -> None:
-        for name in self._bound:
-            self.__dict__.pop(name, None)
+    # -- parts -----------------------------------------------------------------------------------
 
-    def _rest(self) -> None:
-        """Have no thread of the handle's own at work until `_go_on`: this one is about to fork."""
+    def add_part(self, part: StorePart) -> None:
+        """Attach a part to the storage, now if it is open, and tell it of what happens from now on."""
+        self._parts.append(weakref.ref(part))
+        if self._opened is not None:
+            part.attach(self._opened.storage)
 
-    def _go_on(self) -> None:
-        """Let threads work again."""
+    def _live_parts(self) -> list[StorePart]:
+        return [part for known in self._parts if (part := known()) is not None]
 
-    def _part(self) -> None:
-        """Let go, in a forked child, of what belongs to the parent."""
-        self._unbind()
-        held = self.__dict__
-        storage = held.get("_storage")
-        if self._origin is not None and (storage is None or not storage.closed):
+    def _attach_parts(self, storage: ReadView) -> None:
+        for part in self._live_parts():
+            part.attach(storage)
+
+    def _renewed(self, storage: ReadView) -> None:
+        """Attach the parts anew to a storage whose content was replaced; see `Holder`."""
+        if self._opened is not None and self._opened.storage is storage:
+            self._attach_parts(storage)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def replace(self, storage: ReadView) -> ReadView:
+        """Hold another storage from now on; return the one before, which stays open.
+
+        Raises:
+            StateError: The handle is closed.
+            ValueError: A part does not fit the storage; the former one is still held then.
+        """
+        former = self.check_open()
+        opened, origin = self._opened, self._origin
+        if opened is None:
+            raise closed_error()
+        opened.stop_retention()
+        try:
+            self._opened, self._origin = _Opened.of(storage), Origin.of(storage)
+            storage.holders.add(self)
+            self._attach_parts(storage)
+            self._opened.start_retention()
+        except BaseException:
+            self._opened, self._origin = opened, origin
+            former.index.use(opened.catalog)
+            self._attach_parts(former)
+            opened.start_retention()
+            raise
+        return former
+
+    def close(self) -> None:
+        """Flush, bring the index up to date for other programs, and release the store.
+
+        A second call does nothing.
+        """
+        opened = self._opened
+        if opened is None:  # a follower that was never opened
+            self._origin, self._life = None, Life.CLOSED
+            return
+        opened.stop_retention()
+        storage = opened.storage
+        if storage.closed:
+            return
+        try:
+            with contextlib.suppress(StateError):  # poisoned, or a follower
+                storage.writer()  # after an interruption this reads the journal again
+            if storage.can_write:
+                end_sessions(storage, [storage.episodes.session])
+                opened.catalog.close()
+        finally:
+            storage.close()
+
+    def before_fork(self) -> None:
+        """Pause the threads of the parts: this process is about to fork."""
+        for part in self._live_parts():
+            part.before_fork()
+
+    def after_fork(self) -> None:
+        """Let the threads of the parts run again."""
+        for part in self._live_parts():
+            part.after_fork()
+
+    def leave_parent(self) -> None:
+        """Follow the store from now on, instead of using the parent's storage: this is a forked child."""
+        self._opening = threading.RLock()  # another thread of the parent may have held the former one
+        if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
-            # Kept, not used: to free DuckDB's memory here could reach the parent's file.
-            self._parents = (
-                held.pop("_storage", None),
-                held.pop("_catalog", None),
-                held.pop("_retention", None),
-            )
+            self._life = Life.FORKED
+            self._of_parent, self._opened = self._opened, None
+        for part in self._live_parts():
+            part.leave_parent()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: to follow the store, or, of rows in RAM, to have them as well.
+    def __getstate__(self) -> tuple[Origin | None, ReadView | None]:
+        """Return what a copy needs: where the store is, or a storage in RAM with its rows.
 
         Raises:
             StateError: The store is closed.
         """
-        kept = self.__dict__.get("_storage")
-        if self._origin is None and (kept is None or kept.closed):
-            raise StateError("the store is closed", hint="open it again with expstore.open()")
-        if kept is not None and kept.can_write:
-            kept.drain()  # the copy is to see all that was written
-        own = {"_storage", "_catalog", "_retention", "_parents", "_parents_sampler", *self._bound}
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
-        if self._origin is None:
-            return state | {"_storage": kept}
-        return state | {"_origin": self._origin.elsewhere()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; a store on disk is opened when it is first needed."""
-        self.__dict__.update(state)
-        if "_storage" in state:
-            self._storage.index.use(self._catalog)
-            self._attached(self._storage)
-        _handles.add(self)
-
-    # -- the whole store -------------------------------------------------------------------------
-
-    def empty(self) -> None:
-        """Forget all rows; ids and episode ids go on, indices begin at 0 in a ring."""
-        self._storage.writer().clear()
-
-    def flush(self) -> None:
-        """Bring everything to the disk: rows, priorities and the number of the next draw.
-
-        Raises:
-            StorageError: The disk failed; the store must be opened again.
-        """
-        self._storage.writer().sync()
-
-    def refresh(self) -> None:
-        """Bring what goes with the rows that another process has written; does nothing in the writer itself.
-
-        Rows show by themselves while it writes, those of small batches (up to 8 rows of 16 KiB together)
-        within 0.1 s: they are not waited for. This brings episodes, and, after the writer has stopped, its
-        last rows.
-
-        Raises:
-            StorageError: The store cannot be read.
-        """
-        self._storage.follow(priorities=True)
-
-    def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Make a version: the store as it is now, complete and closed, in `path`/vNNNN.
-
-        Others go on adding and sampling; who would overwrite or change a row that is not copied yet
-        waits. What has not changed since the version before is shared with it (hard links). A version is
-        there whole or not at all, after any crash.
-
-        Args:
-            path: A folder for versions; made if it is missing.
-            keep: How many versions remain; those with a tag always do.
-
-        Returns:
-            What was made: number, rows, bytes.
-
-        Raises:
-            SnapshotError: The folder holds something else.
-            LockedError: Somebody else makes a version there just now.
-            StateError: The store is closed, or open for reading only.
-            StorageError: The disk failed or is full; versions that were there are as they were.
-
-        Example:
-            >>> rb.dumps("backup")
-            >>> expstore.open("backup").sample(32)
-        """
-        return dump(self._storage.writer(), path, keep=keep, sampler=self._sampler_settings())
-
-    def dump(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
-        return self.dumps(path, keep=keep)
-
-    def save(self, path: str | Path, *, keep: int = 5) -> Version:
-        """Do as `dumps`."""
-        return self.dumps(path, keep=keep)
-
-    def tag(self, name: str, path: str | Path | None = None) -> Version:
-        """Make a version with a name, which is kept until you remove its folder.
-
-        Args:
-            name: 1 to 100 letters, digits or `. _ -`; no number.
-            path: As for `dumps`; None: `versions/` inside the store's folder, where
-                `expstore.open(store, version=name)` finds it.
-
-        Raises:
-            SnapshotError: There is a version of this name.
-            StateError: The store has no folder; otherwise as `dumps`.
-        """
-        folder = None if self._storage.manifest is None else self._storage.path
-        if path is None and folder is None:
-            raise StateError("this store has no folder of its own", hint="say where: tag(name, path)")
-        place = path or Path(folder or ".") / OWN_FOLDER
-        return dump(self._storage.writer(), place, tag=name, sampler=self._sampler_settings())
-
-    def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Put a version's content in the place of this store's: all of it or, after any crash, nothing.
-
-        Rows, priorities, counts, episodes and seed are then the version's, and so are `alpha` and `beta` of a
-        sampler by priority; the next batches are those that would have come; the capacity stays. Ids and
-        episode ids go on above those of both (where there never were rows they stay), indices are the same if
-        the capacities are. Versions in the folder stay.
-        Fields that came or went since a version of this very store was made are as they were then.
-
-        Args:
-            path: What `dumps` was given, or a store that has tagged versions.
-            version: Number or tag; None: the newest.
-
-        Raises:
-            SnapshotError: There is no such version; the message lists those that there are.
-            SchemaError: This store has other fields.
-            CorruptionError: The version is damaged.
-            StateError: The store is closed, or open for reading only.
-        """
-        storage = self._storage.writer()
-        folder = find_version(storage.disk, local_path(path), version)
-        storage.snapshots.restore(folder)
-        self._set_sampler(Version.load(storage.disk, folder).sampler)
-        storage.holders.tell(storage)
-
-    def _sampler_settings(self) -> dict[str, Any]:
-        """Return what a version keeps of the sampler."""
-        return {}
-
-    def _set_sampler(self, settings: Mapping[str, Any]) -> None:
-        """Set what a version has kept of the sampler."""
-
-    def load(self, path: str | Path, version: int | str | None = None) -> None:
-        """Do as `loads`."""
-        self.loads(path, version)
-
-    def register_save_hook(self, hook: Hook) -> None:
-        """Have the storage's `state_dict` keep what a hook returns; see `PortableStorage`."""
-        self._storage.writer().register_save_hook(hook)
-
-    def register_load_hook(self, hook: Hook) -> None:
-        """Have the storage's `load_state_dict` take what a hook returns; see `PortableStorage`."""
-        self._storage.writer().register_load_hook(hook)
-
-    def close(self) -> None:
-        """Flush, bring the index up to date for other programs, let others open the store."""
-        if "_storage" not in self.__dict__:
-            self._origin = None  # a follower that never looked
-            return
-        self._let_retention_go()
-        if self._storage.closed:
-            return
-        try:
-            with contextlib.suppress(StateError):  # poisoned, or a follower
-                self._storage.writer()  # after an interruption it reads the journal again
-            if self._storage.can_write:
-                end_sessions(self._storage, [self._storage.episodes.session])
-                self._catalog.close()
-        finally:
-            self._storage.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def sql(self, query: str, params: Sequence[object] | Mapping[str, object] | None = None) -> Result:
-        """Run one read-only SELECT over transitions, episodes, fragments, sources, priorities, commits.
-
-        You read your own writes. Nested keys are written as in `next.reward`. A store with an archive has
-        `history`, too: `transitions` and all rows that have left them, with a column `_archived`.
-
-        Args:
-            query: The statement.
-            params: Values for `?` (a sequence) or `$name` (a mapping).
-
-        Returns:
-            The rows: `df()`, `arrow()`, `pl()`, `fetchall()`, `to_parquet(file)`.
-
-        Raises:
-            QueryError: It is not one SELECT, or DuckDB refuses it.
-            StateError: The store is closed; or, open for reading only, the writer has for two seconds not
-                paused from overwriting rows that the query reads.
-        """
-        return self._catalog.query(query, params)
-
-    @property
-    def episodes(self) -> Episodes:
-        """Query episodes by calling it; its methods end open episodes, or adopt those of an earlier session.
-
-        Example:
-            >>> rb.episodes("length > $n", order_by='"return" DESC', limit=10, params={"n": 100})
-            >>> rb.episodes.end("robot-1")
-        """
-        return Episodes(self._storage, self._catalog)
-
-    def annotate(self, episode_id: int, /, **info: Any) -> dict[str, Any]:
-        """Note facts about an episode: open, ended, or with rows that have left.
-
-        They stand in the column `info` of the relation `episodes`. A call that has returned survives the
-        process, and the machine after the next `flush`.
-
-        Args:
-            episode_id: Which one; samples and `sql` say it.
-            info: Text, numbers, booleans, lists and dicts of them: each takes the place of the fact of its
-                name; None removes that.
-
-        Returns:
-            All that is noted about the episode now.
-
-        Raises:
-            NotFoundError: There never was such an episode.
-            SchemaError: JSON has no form for a value; nothing was changed.
-            StateError: The store is closed, or open for reading only.
-
-        Example:
-            >>> rb.annotate(3, success=True, operator="ada")
-            {'success': True, 'operator': 'ada'}
-        """
-        storage, changes = self._storage, pack_info(info)
-        with storage.lock:
-            writer = storage.writer()
-            entry = self._catalog.find_episode(check_episode(episode_id))
-            text = merge_info(entry.text, changes)
-            if text != entry.text:
-                writer.annotate(dataclasses.replace(entry, text=text))
-        return dict(json.loads(text)) if text else {}
-
-    def retain(self, policy: Retain | Mapping[str, Any] | None) -> None:
-        """Say which rows are to stay from now on; None: all that are there.
-
-        The policy is kept in the store, and applied every few seconds while it is open for writing.
-
-        Args:
-            policy: A `Retain`, or a dict of its parts.
-
-        Raises:
-            ValueError: It is no policy.
-            QueryError: The rows have not what its condition speaks of; nothing was changed.
-            StateError: The store is a ring or in RAM, closed, or open for reading only.
-
-        Example:
-            >>> rb.retain({"bytes": "10GB", "where": "episode.return > 0"})
-        """
-        wanted, retention = Retain() if policy is None else Retain.of(policy), self._retention
-        retention.check(wanted)
-        retention.keep(wanted)
-        self._retain_on()
-
-    @property
-    def retained(self) -> Retain | None:
-        """Which rows are to stay; None: all of them."""
-        manifest = self._storage.manifest
-        return Retain(**manifest.retain) if manifest is not None and manifest.retain else None
-
-    def apply_retention(self, *, dry_run: bool = False) -> GivenUp:
-        """Give up now the rows that the store's policy does not keep.
-
-        Whole episodes leave; their facts stay in the relation `episodes`, ids never come again. Rows are
-        gone for good when this returns, and after a crash before that perhaps, or none of them.
-
-        Args:
-            dry_run: Only say what would leave.
-
-        Returns:
-            How many episodes and rows have left, and how much less space the columns take.
-
-        Raises:
-            QueryError: The condition cannot be computed.
-            StateError: The store has no policy, is closed, or open for reading only.
-            StorageError: The disk failed.
-        """
-        policy, retention = self.retained, self._retention
-        if policy is None:
-            raise StateError("the store has no policy", hint="retain() one first")
-        return retention.apply(policy, dry_run=dry_run)
-
-    def stats(self) -> dict[str, Any]:
-        """Return facts about the store that JSON can keep."""
-        self._refreshed()
-        return describe(self._storage) | self._storage.more_stats()
-
-    @property
-    def storage(self) -> ReadView:
-        """Where the rows are."""
-        return self._storage
-
-    @property
-    def schema(self) -> Schema | None:
-        """The fields; None before the first rows."""
-        return self._storage.schema
-
-    @property
-    def specs(self) -> Composite | None:
-        """What values the fields may have, as far as somebody has said; a copy. None: nobody has."""
-        return specs_of(self._storage)
-
-    def set_specs(self, specs: Composite | None) -> None:
-        """Say what values the fields of a row may have; None: nothing is known of them any more.
-
-        Rows that are there are not looked at: only that they have these fields, with these dtypes and shapes.
-        Later rows with others are refused; values are looked at by `extend(validate="domain")`. The specs
-        stay with the store, like the schema.
-
-        Args:
-            specs: Of some or all fields, as nested as these; without batch dims.
-
-        Raises:
-            SchemaError: The rows have other fields, or text cannot keep the specs; nothing was changed.
-            StateError: The store is closed, or open for reading only.
-
-        Example:
-            >>> rb.set_specs(Composite(action=Categorical(2), next=Composite(reward=Unbounded((1,)))))
-        """
-        self._storage.writer().settings.describe_fields(row_text(specs))
-
-    @property
-    def write_count(self) -> int:
-        """How many rows were ever written."""
-        return self._refreshed().write_count
-
-    @property
-    def initialized(self) -> bool:
-        """True: nothing is made later than the buffer itself."""
-        return True
-
-    @property
-    def meta(self) -> dict[str, Any]:
-        """The user's own facts, given when the store was made."""
-        return meta_of(self._storage)
-
-    @property
-    def recovered(self) -> str | None:
-        """One line that says what opening recovered after an unclean stop; None otherwise."""
-        return self._storage.counters.recovered
-
-    def _refreshed(self) -> ReadView:
-        storage = self._storage
-        if not storage.closed:
-            storage.follow()
-        return storage
+        storage = None if self._opened is None else self._opened.storage
+        if self._origin is not None:
+            if storage is not None and storage.can_write:
+                storage.drain()  # the copy is to see all that was written
+            return self._origin.elsewhere(), None
+        if storage is None or storage.closed:
+            raise closed_error()
+        return None, storage
+
+    def __setstate__(self, state: tuple[Origin | None, ReadView | None]) -> None:
+        """Restore what `__getstate__` returned; a store on disk is opened when it is first needed."""
+        origin, storage = state
+        if storage is None:
+            self._begin(Life.COPIED, origin, None)
+        else:
+            self._begin(Life.OPEN, origin, _Opened.of(storage))
 
 
 _handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
@@ -506,19 +315,19 @@ _handles: weakref.WeakSet[StoreHandle] = weakref.WeakSet()
 
 def _before_fork() -> None:
     for handle in list(_handles):
-        handle._rest()
+        handle.before_fork()
 
 
 def _after_fork() -> None:
     for handle in list(_handles):
-        handle._go_on()
+        handle.after_fork()
 
 
-def _part_in_child() -> None:
-    # What the parent has left for the collector may belong to DuckDB, whose threads are not here.
+def _leave_parent() -> None:
+    # Objects that the parent left to the garbage collector may belong to DuckDB, whose threads are not here.
     gc.freeze()
     for handle in list(_handles):
-        handle._part()
+        handle.leave_parent()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_part_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_leave_parent)

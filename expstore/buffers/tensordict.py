@@ -1,7 +1,6 @@
 """The replay buffer whose batches say which rows they are.
 
-What `expstore.open` returns. It adds keys to what `ReplayBuffer` draws, and takes priorities out of
-TensorDicts; everything else is done there.
+What `expstore.open` returns. `TensorDictRows` holds what its parts do differently from a `ReplayBuffer`'s.
 """
 
 from __future__ import annotations
@@ -13,25 +12,27 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from expstore.buffers.indexing import to_array
+from expstore.buffers.batch_builder import to_array
 from expstore.buffers.replay_buffer import ReplayBuffer
+from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import reduce_to_anchors
+from expstore.core.geometry import RingGeometry
 from expstore.core.values import Array, Key, Selection, key_name, to_key
-from expstore.data.batch import Batch
 from expstore.errors import SchemaError
+from expstore.samplers.base import Sampler
 from expstore.schema.schema import Schema
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import TensorDictRoundRobinWriter, Writer, default_writer
 
-__all__ = ["TensorDictReplayBuffer"]
+__all__ = ["TensorDictReplayBuffer", "TensorDictRows"]
 
 
 class TensorDictReplayBuffer(ReplayBuffer):
     """Store transitions and sample batches that say which rows they are.
 
     Rows are TensorDicts, nested dicts of arrays, or Arrow tables. Samples carry `index` at the root, and `id`
-    where `with_ids` is set; `extend` leaves these keys out. Threads, processes and crashes as `ReplayBuffer`.
+    where `with_ids` is set; `extend` skips these keys. Threads, processes and crashes as `ReplayBuffer`.
 
     Args:
         priority_key: Where `update_tensordict_priority` finds priorities.
@@ -45,12 +46,18 @@ class TensorDictReplayBuffer(ReplayBuffer):
         keywords: Those and all others of `ReplayBuffer`, which describes them.
     """
 
-    _dicts_have_fields = True
-
     def __init__(self, *, priority_key: str = "td_error", with_ids: bool = False, **keywords: Any) -> None:
-        super().__init__(**keywords)
-        self.priority_key = priority_key
-        self._with_ids = with_ids
+        self._style = TensorDictRows(type(self).__name__, priority_key=priority_key, with_ids=with_ids)
+        super().__init__(**keywords, _style=self._style)
+
+    @property
+    def priority_key(self) -> str:
+        """The field in which new rows and samples have their priorities."""
+        return self._style.priority_key
+
+    @priority_key.setter
+    def priority_key(self, key: str) -> None:
+        self._style.set_priority_key(key)
 
     def sample(
         self,
@@ -60,7 +67,7 @@ class TensorDictReplayBuffer(ReplayBuffer):
         *,
         as_numpy: bool | None = None,
     ) -> Any:
-        """Do as `ReplayBuffer.sample`.
+        """Draw a batch; see `ReplayBuffer.sample`.
 
         Args:
             batch_size: How many rows; None: the buffer's `batch_size`.
@@ -74,70 +81,18 @@ class TensorDictReplayBuffer(ReplayBuffer):
         if include_info is not False:
             return found
         batch, *info = found if return_info else (found,)
-        own = self._own_keys()
+        own = self._sampling.own_keys
         if as_numpy:
             batch = {name: values for name, values in batch.items() if name not in own}
         else:
             batch = batch.exclude(*own)
         return (batch, *info) if return_info else batch
 
-    def _own_keys(self) -> frozenset[str]:
-        own = {"index", "index_generation"}
-        if self._with_ids:
-            own.add("id")
-        if self._with_ids or self._sampler.prioritized:
-            own.add("priority_weight")
-        return frozenset(own) if self._unit is None else frozenset(own) | self._unit.root_keys
-
-    def _counts_priorities(self, asked: bool | None) -> bool:
-        return asked is not False
-
-    def _default_writer(self, storage: ReadView) -> Writer:
-        return TensorDictRoundRobinWriter() if storage.ranking is None else default_writer(storage)
-
-    def _to_batch(self, data: Any, *, single: bool) -> Batch:
-        first = data[0] if isinstance(data, list) and data else data
-        fits = isinstance(first, TensorDictBase) or (isinstance(data, list) and not data)
-        if not fits and not self._has_fields(data):
-            raise SchemaError(
-                f"{type(self).__name__} only accepts TensorDictBase subclasses, dicts of arrays and Arrow "
-                f"tables, got {type(first).__name__}",
-                hint="use a ReplayBuffer",
-            )
-        return super()._to_batch(data, single=single)
-
-    def _root(self, selection: Selection) -> dict[str, Array]:
-        geometry = self._storage.geometry
-        root: dict[str, Array] = {"index": self._unravel(geometry.index_of(selection.ids))}
-        if self._with_ids:
-            root["id"] = selection.ids
-        if self._writer.tracks_generations:
-            root["index_generation"] = geometry.generations_of(selection.ids)
-        for key, values in selection.info.items():
-            if len(key) == 1 and (self._with_ids or key != ("anchor_id",)):
-                root[key[0]] = values
-        return root
-
-    def _marked(self, selection: Selection, columns: list[Array]) -> dict[Key, Array]:
-        schema = self._storage.require_schema()
-        more = {key: values for key, values in selection.info.items() if len(key) > 1}
-        for mark in selection.marks:
-            place = schema.place(mark.key)
-            if place >= 0:
-                columns[place] = mark.on(columns[place])
-            elif mark.new:
-                more[mark.key] = mark.alone()
-        return more
-
-    def _given_priorities(self, schema: Schema, columns: Sequence[Array]) -> Array | None:
-        place = schema.place(to_key(self.priority_key)) if self._sampler.prioritized else -1
-        if place < 0:
-            return None
-        values = self._sampler.reduce(columns[place].astype(np.float64))
-        return check_priorities(values)
-
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Do as `ReplayBuffer.update_priority`, or, given a sample alone, as `update_tensordict_priority`."""
+        """Set priorities; see `ReplayBuffer.update_priority`.
+
+        A sample alone has its priorities in `priority_key`; see `update_tensordict_priority`.
+        """
         if isinstance(index, TensorDictBase) and priority is None and id is None:
             return self.update_tensordict_priority(index)
         return super().update_priority(index, priority, id=id)
@@ -149,22 +104,103 @@ class TensorDictReplayBuffer(ReplayBuffer):
             data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
                 the anchors' priorities are set, each to the largest of its valid rows.
         """
-        key, name = to_key(self.priority_key), "id" if self._with_ids else "index"
+        with_ids, sampling = self._style.with_ids, self._sampling
+        key, name = to_key(self.priority_key), "id" if with_ids else "index"
         priority = data.get(key)
         if priority is None:
             raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
-        rows = data.get(f"anchor_{name}") if self._unit is not None else None
+        rows = data.get(f"anchor_{name}") if sampling.unit is not None else None
         if rows is None:
             rows = data.get(name)
             if rows is None:
                 raise SchemaError(f"the sample has no {name!r}, which says which rows it holds")
-            if rows.ndim > 1 and self._storage.ndim == 1:  # the same along the dims that rows have themselves
+            if rows.ndim > 1 and self.storage.ndim == 1:  # repeated along the dims that rows have themselves
                 rows = rows.reshape(rows.shape[0], -1)[:, 0]
         else:
-            values = self._sampler.reduce(to_array(priority).astype(np.float64))
-            numbers = to_array(rows) if self._with_ids else self._numbers(rows)
+            values = sampling.sampler.reduce(to_array(priority).astype(np.float64))
+            numbers = to_array(rows) if with_ids else self._index.ravel(rows)
             anchors, priority = reduce_to_anchors(numbers, values, to_array(data["validity_mask"]))
-            rows = torch.from_numpy(anchors) if self._with_ids else self._indices(anchors)
-        if self._with_ids:
+            rows = torch.from_numpy(anchors) if with_ids else self._index.to_tensor(anchors)
+        if with_ids:
             return self.update_priority(id=rows, priority=priority)
         return self.update_priority(rows, priority)
+
+
+class TensorDictRows(RowStyle):
+    """TensorDicts, dicts of arrays and Arrow tables; batches say which rows they are.
+
+    Args:
+        owner: Name of the buffer's class, for messages.
+        priority_key: Which field of new rows holds their priorities.
+        with_ids: Whether batches carry `id`.
+    """
+
+    dicts_have_fields = True
+
+    def __init__(self, owner: str, *, priority_key: str, with_ids: bool) -> None:
+        self.priority_key = priority_key
+        self.with_ids = with_ids
+        self._owner = owner
+
+    def set_priority_key(self, key: str) -> None:
+        """Look for priorities in another field from now on."""
+        self.priority_key = key
+
+    def default_writer(self, storage: ReadView) -> Writer:
+        """Return the writer that fits the storage."""
+        return TensorDictRoundRobinWriter() if storage.ranking is None else default_writer(storage)
+
+    def check_data(self, data: Any, *, has_fields: bool) -> None:
+        """Accept TensorDicts, dicts of arrays, Arrow tables, and lists of TensorDicts or dicts."""
+        first = data[0] if isinstance(data, list) and data else data
+        if has_fields or isinstance(first, TensorDictBase) or (isinstance(data, list) and not data):
+            return
+        raise SchemaError(
+            f"{self._owner} only accepts TensorDictBase subclasses, dicts of arrays and Arrow "
+            f"tables, got {type(first).__name__}",
+            hint="use a ReplayBuffer",
+        )
+
+    def takes_priorities(self, asked: bool | None) -> bool:
+        """Return whether the caller does not decline it."""
+        return asked is not False
+
+    def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
+        """Return the values of `priority_key`, if the sampler draws by priority and the rows have it."""
+        place = schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
+        if place < 0:
+            return None
+        return check_priorities(sampler.reduce(columns[place].astype(np.float64)))
+
+    def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
+        """Return the root keys that name rows, weights, and what the sample unit adds."""
+        own = {"index", "index_generation"}
+        if self.with_ids:
+            own.add("id")
+        if self.with_ids or sampler.prioritized:
+            own.add("priority_weight")
+        return unit_keys | own
+
+    def root(self, geometry: RingGeometry, selection: Selection, *, generations: bool) -> dict[str, Array]:
+        """Return `index`, `id` if asked for, and what the sampler says of each row."""
+        index = geometry.index_of(selection.ids)
+        root: dict[str, Array] = {"index": index if geometry.ndim == 1 else geometry.unravel(index)}
+        if self.with_ids:
+            root["id"] = selection.ids
+        if generations:
+            root["index_generation"] = geometry.generations_of(selection.ids)
+        for key, values in selection.info.items():
+            if len(key) == 1 and (self.with_ids or key != ("anchor_id",)):
+                root[key[0]] = values
+        return root
+
+    def mark(self, selection: Selection, schema: Schema, columns: list[Array]) -> dict[Key, Array]:
+        """Write flags into their columns; return nested entries and flags of fields that are not stored."""
+        more = {key: values for key, values in selection.info.items() if len(key) > 1}
+        for mark in selection.marks:
+            place = schema.place(mark.key)
+            if place >= 0:
+                columns[place] = mark.on(columns[place])
+            elif mark.new:
+                more[mark.key] = mark.alone()
+        return more

@@ -1,7 +1,7 @@
 """A buffer as torch's `Dataset`, for a `DataLoader` and its workers: row by row, or slice by slice.
 
-Used by buffers. In a worker the buffer follows the store: it takes no lock, and reads what the writer goes on
-writing. It never writes.
+Used by buffers. In a worker the buffer follows the store: it takes no lock, and reads what the writer appends
+meanwhile. It never writes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class RowsDataset(Dataset[Any]):
         """Return one row.
 
         Raises:
-            IndexError: There is none.
+            IndexError: There is no such row.
         """
         count = len(self)
         if not -count <= index < count:

@@ -1,35 +1,35 @@
-"""Changes of rows that are there: fields by index, and patches that reach no row but their own.
+"""Changes of stored rows: fields by index, conditional updates, and priorities.
 
-Buffers are built on it. It never adds a row, moves one or takes one away; what a change does to a file is
-the storage's business.
+It never appends, moves or deletes a row; what a change does to a file is up to the storage.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict import TensorDictBase, is_non_tensor
 
+from expstore.buffers.batch_builder import to_array
+from expstore.buffers.indexing import RowIndex
+from expstore.buffers.ingest import Ingest
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.store_handle import StoreHandle
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.variable_rows import fit_values
 from expstore.errors import NotFoundError, SchemaError, StateError
-from expstore.samplers.base import Sampler
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
-from expstore.storages.indexing import find
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
-__all__ = ["ConditionalUpdateResult", "Patch", "Patching", "leaves_of"]
+__all__ = ["ConditionalUpdateResult", "Patch", "RowUpdates", "check_can_update", "leaves_of"]
 
 Flags = NDArray[np.bool_]
 Patch: TypeAlias = Mapping[Any, Any] | TensorDictBase
@@ -69,120 +69,72 @@ class ConditionalUpdateResult:
         return self.updated.numel() - self.updated_count - self.version_rejected_count
 
 
-class Patching:
-    """Change fields of rows that are there.
+class RowUpdates:
+    """Change fields and priorities of stored rows.
 
     On disk each call is there as a whole or not at all after any crash, and lasts when it returns. Threads:
     a change waits for the writer. Processes: only the one that writes may change rows.
+
+    Args:
+        store: Whose rows are changed.
+        index: What indices mean.
+        sampling: Whose sampler hears of priorities.
+        ingest: Whose writer decides which updates are possible.
     """
 
-    _storage: ReadView
-    _sampler: Sampler
-    _writer: Writer
-    dim_extend: int
+    def __init__(self, store: StoreHandle, index: RowIndex, sampling: Sampling, ingest: Ingest) -> None:
+        self._store = store
+        self._index = index
+        self._sampling = sampling
+        self._ingest = ingest
 
-    @abstractmethod
-    def _numbers(self, index: Any) -> Array:
-        """Return rows' numbers, given as users know them."""
+    def set_fields(self, fields: Mapping[Key, Any], index: Any) -> None:
+        """Set fields of the rows at an index; see `ReplayBuffer.set_at_`."""
+        storage = self._store.storage
+        with storage.lock:
+            storage.writer()
+            storage.require_schema()
+            ids, shape = self._index.find(index)
+            self._apply(ids, {key: self._fitted(key, value, shape) for key, value in fields.items()})
 
-    def set_at_(self, key: str | tuple[str, ...], value: Any, index: Any) -> Self:
-        """Set a field of some rows; return the buffer.
-
-        Args:
-            key: Which field.
-            value: Its values; what can be broadcast counts for all of them. Shape `(*index shape, *row
-                shape)`.
-            index: Which rows, as for `[]`.
-
-        Raises:
-            NotFoundError: There is no such field, or no such row.
-            SchemaError: The values do not fit; nothing was changed.
-        """
-        self._assign({to_key(key): value}, index)
-        return self
-
-    def set_(self, key: str | tuple[str, ...], value: Any) -> Self:
-        """Set a field of all rows, in the order of their indices; return the buffer.
-
-        Args:
-            key: Which field.
-            value: Its values. Shape `(rows, *row shape)`, or what can be broadcast to it.
-
-        Raises:
-            NotFoundError: There is no such field.
-            SchemaError: The values do not fit; nothing was changed.
-        """
-        return self.set_at_(key, value, slice(None))
-
-    def update_(
-        self, input_dict_or_td: Patch, clone: bool = False, *, keys_to_update: Sequence[Any] | None = None
-    ) -> Self:
-        """Set several fields of all rows, in the order of their indices; return the buffer.
-
-        Args:
-            input_dict_or_td: Values by key. Shapes `(rows, *row shape)`, or what can be broadcast to it.
-            clone: As in TorchRL; values are copied in any case.
-            keys_to_update: Leave the others out; None: none.
-
-        Raises:
-            NotFoundError: There is no such field.
-            SchemaError: Values do not fit; nothing was changed.
-        """
-        fields = leaves_of(input_dict_or_td)
-        if keys_to_update is not None:
-            wanted = [to_key(key) for key in keys_to_update]
-            fields = {k: v for k, v in fields.items() if any(k[: len(key)] == key for key in wanted)}
-        self._assign(fields, slice(None))
-        return self
-
-    def mark_update(self, index: Any) -> None:
-        """Tell the sampler that rows were changed: by priority they begin anew, at the largest one so far.
-
-        Args:
-            index: Which rows, as `extend` returns it.
-        """
-        self._sampler.mark_update(index, storage=self._storage)
+    def update_priority(self, index: Any, priority: Any, id: Any) -> int:
+        """Set the priorities of rows that are still there; see `ReplayBuffer.update_priority`."""
+        if (index is None) == (id is None) or priority is None:
+            raise TypeError("update_priority takes a priority and either index or id")
+        storage, sampler = self._store.storage, self._sampling.sampler
+        numbers = self._index.ravel(index) if id is None else to_array(id)
+        values = to_array(priority)
+        if values.size == numbers.size and (storage.ndim > 1 or values.shape == numbers.shape):
+            values = values.reshape(-1)
+        numbers = numbers.reshape(-1).astype(np.int64, copy=False)
+        if values.dtype != np.float32 or values.ndim > 1:
+            values = sampler.reduce(values.astype(np.float64, copy=False))
+        if values.size not in (1, numbers.size):
+            raise SchemaError(f"{numbers.size} rows are given {values.size} priorities")
+        if values.size != numbers.size:
+            values = np.broadcast_to(values.reshape(-1), numbers.shape)
+        if id is None and numbers.size and numbers.min() < 0:
+            numbers, values = numbers[numbers != -1], values[numbers != -1]
+        with storage.lock:
+            ids = numbers if id is not None else storage.geometry.ids_at(numbers, storage.window)
+            count = storage.writer().set_priorities(ids, values)
+        sampler.on_priority_update(storage, ids, values)
+        return count
 
     def update_if_present(
         self,
         *,
-        index: Any = None,
-        generation: Any = None,
+        index: Any,
+        generation: Any,
         patch: Patch,
-        version_key: str | tuple[str, ...] | None = None,
-        version: Any = None,
-        require_newer: bool = False,
-        id: Any = None,
+        version_key: str | tuple[str, ...] | None,
+        version: Any,
+        require_newer: bool,
+        id: Any,
     ) -> ConditionalUpdateResult:
-        """Change fields of those rows that are still there; no other row is ever reached.
-
-        Args:
-            index: Which rows, as samples say. Shape `(n,)`, or `(..., ndim)` or a tuple of `ndim` where that
-                is larger than 1.
-            generation: Their `index_generation`, which samples carry if the writer tracks it. One per row.
-            patch: New values by key. Shapes `(n, *row shape)`; where `ndim` is larger than 1 the `n` rows may
-                have as many dims: `(time, lane, *row shape)`.
-            version_key: A field with one number per row, which is set to `version`; only rows whose number
-                is not larger are changed.
-            version: The version of this patch, one for all rows or one each. Shape `()` or `(n,)`.
-            require_newer: Leave rows as they are whose version is the same, too.
-            id: Which rows, in the place of index and generation. Any shape. Of a row that is named twice
-                the highest version counts, else the last one.
-
-        Returns:
-            What was done with each row, in the shape in which rows were given.
-
-        Raises:
-            NotFoundError: There is no such field (a KeyError).
-            SchemaError: Values do not fit (a ValueError); nothing was changed.
-            StateError: There are no rows yet; the writer does not track generations and `index` is given; or
-                rows take over the ids of others, as where the best ones stay.
-
-        Example:
-            >>> rb.update_if_present(id=sample["id"], patch={"advantage": advantages})
-        """
-        storage = self._storage
-        self._check_patching(id is None)
+        """Change fields of those rows that are still there; see `ReplayBuffer.update_if_present`."""
+        storage = self._store.storage
+        check_can_update(storage, self._ingest.writer, by_index=id is None)
         with storage.lock:
             storage.writer()
             if storage.schema is None:
@@ -206,67 +158,19 @@ class Patching:
             None if rejected is None else torch.from_numpy(rejected.reshape(shape)),
         )
 
-    def submit_update_if_present(
-        self,
-        *,
-        index: Any = None,
-        generation: Any = None,
-        patch: Patch,
-        version_key: str | tuple[str, ...] | None = None,
-        version: Any = None,
-        require_newer: bool = False,
-        id: Any = None,
-    ) -> Future[ConditionalUpdateResult]:
-        """Do as `update_if_present`, and return a future that is done.
-
-        Nothing has to be put in order after it: a batch made ahead is drawn again if its rows were changed.
-
-        Args:
-            index: As there, and so are the others.
-            generation: See there.
-            patch: See there.
-            version_key: See there.
-            version: See there.
-            require_newer: See there.
-            id: See there.
-        """
-        done: Future[ConditionalUpdateResult] = Future()
-        options: dict[str, Any] = {
-            "version_key": version_key,
-            "version": version,
-            "require_newer": require_newer,
-        }
-        try:
-            result = self.update_if_present(index=index, generation=generation, patch=patch, id=id, **options)
-        except Exception as exc:
-            done.set_exception(exc)
-        else:
-            done.set_result(result)
-        return done
-
-    # -- helpers ---------------------------------------------------------------------------------
-
-    def _assign(self, fields: Mapping[Key, Any], index: Any) -> None:
-        storage = self._storage
-        with storage.lock:
-            storage.writer()
-            storage.require_schema()
-            ids, shape = find(storage, index, self.dim_extend)
-            self._apply(ids, {key: self._fitted(key, value, shape) for key, value in fields.items()})
-
     def _apply(self, ids: IntArray, fields: Mapping[Key, Array]) -> None:
         """Change rows; of one that is named twice the last values count."""
         if not (ids.size and fields):
             return
         names, last = np.unique(ids[::-1], return_index=True)
         columns = [pick(values, ids.size - 1 - last) for values in fields.values()]
-        self._storage.writer().change(
-            names, [self._storage.require_schema().place_of(key) for key in fields], columns
+        self._store.storage.writer().change(
+            names, [self._store.storage.require_schema().place_of(key) for key in fields], columns
         )
 
     def _patched(self, key: Key, value: Any, count: int) -> Array:
         """Return the column of a patch of so many rows, which may be given in as many dims as make rows."""
-        dims, shape = self._storage.ndim, np.shape(value)
+        dims, shape = self._store.storage.ndim, np.shape(value)
         if dims > 1 and len(shape) >= dims and math.prod(shape[:dims]) == count:
             value = value.reshape(count, *shape[dims:])
         return self._fitted(key, value, (count,), spread=False)
@@ -295,7 +199,7 @@ class Patching:
         return array.reshape(math.prod(shape), *entry.shape)
 
     def _field_of(self, key: Key) -> Field:
-        schema = self._storage.require_schema()
+        schema = self._store.storage.require_schema()
         if key not in schema:
             raise NotFoundError(
                 f"Key {key_name(key)!r} does not exist in the storage", hint=f"it has {schema!r}"
@@ -303,22 +207,6 @@ class Patching:
         if schema[key].dtype == OBJECT:
             raise SchemaError(f"{key_name(key)!r} holds objects", hint="set whole rows: rb[index] = rows")
         return schema[key]
-
-    def _check_patching(self, by_index: bool) -> None:
-        storage, writer = self._storage, self._writer
-        if storage.ranking is not None:
-            raise StateError(
-                "a row that takes the place of another takes over its id, so that a patch may reach another "
-                "row than it was made for",
-                hint="rb[index] = and set_at_() change the rows that are there now",
-            )
-        if storage.row_traits.whole or (by_index and not writer.tracks_generations):
-            raise StateError(
-                f"Conditional updates are not supported by {type(storage).__name__} with "
-                f"{type(writer).__name__}: rows are tensors by key, and by index only with a writer that "
-                "tracks generations",
-                hint="give id=, or use RoundRobinWriter(track_generations=True)",
-            )
 
     def _patched_ids(self, index: Any, generation: Any, id: Any) -> tuple[IntArray, tuple[int, ...]]:
         """Return the ids of the rows that are meant, 0 for those that were never there; and the rows' shape.
@@ -330,8 +218,8 @@ class Patching:
         if id is not None:
             named = _whole_numbers(id)
             return named.reshape(-1), named.shape or (1,)
-        storage = self._storage
-        given = _whole_numbers(self._numbers(index))
+        storage = self._store.storage
+        given = _whole_numbers(self._index.ravel(index))
         numbers = given.reshape(-1)
         generations = _whole_numbers(generation).reshape(-1)
         if numbers.size != generations.size:
@@ -365,7 +253,9 @@ class Patching:
         accepted = np.zeros(ids.size, np.bool_)
         rows = np.flatnonzero(live)
         if rows.size:
-            (stored,) = self._storage.read(ids[rows], [self._storage.require_schema().place_of(key)])
+            (stored,) = self._store.storage.read(
+                ids[rows], [self._store.storage.require_schema().place_of(key)]
+            )
             coming, stored = versions.reshape(-1)[rows], stored.reshape(-1)
             better = coming > stored if require_newer else coming >= stored
             # Of a row that is named twice the highest version counts, of equal ones the last.
@@ -375,6 +265,29 @@ class Patching:
             highest[order[best]] = True
             accepted[rows] = better & highest
         return accepted
+
+
+def check_can_update(storage: ReadView, writer: Writer, *, by_index: bool) -> None:
+    """Raise StateError if a storage has no conditional updates.
+
+    Args:
+        storage: Whose rows are to be changed.
+        writer: Places the rows.
+        by_index: Rows are named by index and generation, not by id.
+    """
+    if storage.ranking is not None:
+        raise StateError(
+            "a row that takes the place of another takes over its id, so that a patch may reach another "
+            "row than it was made for",
+            hint="rb[index] = and set_at_() change the rows that are there now",
+        )
+    if storage.row_traits.whole or (by_index and not writer.tracks_generations):
+        raise StateError(
+            f"Conditional updates are not supported by {type(storage).__name__} with "
+            f"{type(writer).__name__}: rows are tensors by key, and by index only with a writer that "
+            "tracks generations",
+            hint="give id=, or use RoundRobinWriter(track_generations=True)",
+        )
 
 
 def leaves_of(fields: Patch) -> dict[Key, Any]:

@@ -59,7 +59,7 @@ def add_column(
         asked["shape"] = _shape(shape)
     key = tuple(name.split("."))
     with _open(store) as rb, _progress() as progress:
-        rb.add_column(key, dtype=dtype, progress=progress, **asked)
+        rb.columns.add(key, dtype=dtype, progress=progress, **asked)
         schema = rb.storage.require_schema()
         facts = {"path": str(store), "field": name, "dtype": schema[key].dtype, "rows": len(rb)}
         facts["shape"] = list(schema[key].shape)
@@ -73,7 +73,7 @@ def add_column(
 def drop_column(store: Store, name: Name, as_json: Json = False) -> int:
     """Take a field away from the rows of a store; its file goes."""
     with _open(store) as rb:
-        rb.drop_column(_known(rb, name))
+        rb.columns.drop(_known(rb, name))
         rows = len(rb)
     if as_json:
         print_json({"path": str(store), "field": name, "rows": rows})

@@ -32,7 +32,7 @@ def retain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Let whole episodes leave a store that nobody else writes to, once, and give their space back."""
-    from expstore.buffers.retention import retention_of
+    from expstore.buffers.retention import make_runner
     from expstore.core.retention_policy import Retain
     from expstore.disk.files import Disk
     from expstore.sql.sync import Catalog
@@ -48,9 +48,9 @@ def retain(
     storage = open_storage(store)
     try:
         catalog = Catalog(storage)
-        retention = retention_of(storage, catalog)
-        retention.check(policy)
-        gone = retention.apply(policy, dry_run=dry_run)
+        runner = make_runner(storage, catalog)
+        runner.check(policy)
+        gone = runner.apply(policy, dry_run=dry_run)
         rows, used = len(storage), storage.retention.columns_bytes()
         catalog.close()
     finally:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from expstore.buffers.domain_checks import fitting
-from expstore.buffers.store_handle import StoreHandle
+from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.specs import Categorical, TensorSpec, Unbounded
@@ -286,7 +286,7 @@ class Collector:
         Only of those that are stored as they are: a transform may make others of them.
         """
         self._described, rb = True, self._rb
-        if isinstance(rb, StoreHandle) and rb.schema is not None and rb.specs is None:
+        if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
             found = fitting(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
             if not found.is_empty():
                 rb.set_specs(found)

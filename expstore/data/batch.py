@@ -30,7 +30,6 @@ from expstore.data.nested_tensors import to_entry
 from expstore.data.to_arrays import ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
-from expstore.episodes.sessions import SessionKey
 from expstore.episodes.table import Steps
 from expstore.errors import SchemaError
 from expstore.schema.field_roles import Keys
@@ -67,9 +66,6 @@ class Batch:
         form: How rows are put together, as `expstore.data.containers` notes it.
         dims: Sizes of the batch's dims beyond time, where each place along them is a row.
         kind: The tensorclass of the rows, if they are of one.
-        prioritized: Priorities that come with the rows count.
-        validated: Their values are held against the specs of the store.
-        session: Who writes them; None: the storage's own session.
         linked: As of `Steps`.
     """
 
@@ -83,9 +79,6 @@ class Batch:
     form: str = ""
     dims: tuple[int, ...] = ()
     kind: type | None = None
-    prioritized: bool = False
-    validated: bool = False
-    session: SessionKey | None = None
     linked: bool = True
 
     def signature(self) -> dict[Key, tuple[str, tuple[int, ...]]]:

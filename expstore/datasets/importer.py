@@ -379,7 +379,7 @@ def _annotate(rb: TensorDictReplayBuffer, source: str, facts: Sequence[Mapping[s
     ).fetchall()
     for (episode,), said in zip(found, facts, strict=True):
         if said:
-            rb.annotate(episode, **said)
+            rb.episodes.annotate(episode, **said)
 
 
 class _Batch:

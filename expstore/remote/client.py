@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import quote
 
 import numpy as np
@@ -19,8 +19,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, lazy_stack
 
 from expstore.buffers.arguments import check_batch_size
+from expstore.buffers.batch_builder import to_array
 from expstore.buffers.domain_checks import asks_for_domain
-from expstore.buffers.indexing import to_array
 from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.batch import tensordict_of
 from expstore.data.containers import Layout
@@ -28,7 +28,7 @@ from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.to_arrays import to_arrays
 from expstore.episodes.annotations import pack_info
 from expstore.errors import NotFoundError, QueryError, RemoteError, SchemaError, StateError
-from expstore.remote.local_only import LocalOnly
+from expstore.remote.local_only import LocalEpisodes, LocalOnly
 from expstore.remote.stream import Feed
 from expstore.remote.transport import ARROW, Address, Answer, Connection, Retries
 from expstore.schema.schema import Schema
@@ -42,7 +42,8 @@ from expstore.wire.tables import is_table, take_table
 
 __all__ = ["RemoteReplayBuffer", "connect"]
 
-#: What samples have beside the fields.
+_Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
+#: What samples have besides the fields.
 _OWN = ("index", "id", "index_generation", "priority_weight")
 
 
@@ -71,6 +72,9 @@ class RemoteReplayBuffer(LocalOnly):
         prefetch: See there.
         priority_key: See there.
     """
+
+    #: The field in which `update_priority` finds the priorities of a sample.
+    priority_key = "td_error"
 
     def __init__(
         self,
@@ -516,58 +520,23 @@ class RemoteReplayBuffer(LocalOnly):
     @property
     def episodes(self) -> RemoteEpisodes:
         """Query episodes by calling it; its methods end open episodes, or adopt those of earlier sessions."""
-        return RemoteEpisodes(self)
+        return RemoteEpisodes(self.sql, self._json, self._connection.begin_session)
+
+    @property
+    def snapshots(self) -> RemoteSnapshots:
+        """Create, tag, list and restore versions, which are in the store's own folder."""
+        return RemoteSnapshots(self._json)
 
     def dumps(self, path: None = None) -> Version:
-        """Have the server make a version: the store as it is now, complete and closed.
-
-        Args:
-            path: Versions lie with the store, and nowhere else.
-
-        Raises:
-            StateError: The server only reads.
-        """
-        self._no_path("dumps", path)
-        return self._dumped(None)
-
-    def tag(self, name: str, path: None = None) -> Version:
-        """Have the server make a version with a name, which is kept.
-
-        Raises:
-            SnapshotError: There is a version of this name.
-        """
-        self._no_path("tag", path)
-        return self._dumped(name)
-
-    def versions(self) -> list[Version]:
-        """List the versions that lie with the store, the oldest first."""
-        return [Version(**entry) for entry in self._json("GET", "versions")["versions"]]
+        """Create a version; see `snapshots.create`."""
+        return self.snapshots.create(path)
 
     def loads(self, path: None = None, version: int | str | None = None) -> None:
-        """Have the server put a version's content in the place of the store's; for all who use it.
-
-        Args:
-            path: As in `dumps`.
-            version: Number or tag; None: the newest.
-
-        Raises:
-            SnapshotError: There is no such version.
-        """
-        self._no_path("loads", path)
-        self._json("POST", "loads", {"version": version}, once=True)
+        """Replace the store's content by a version's; see `snapshots.restore`."""
+        self.snapshots.restore(path, version)
 
     dump = save = dumps
     load = loads
-
-    def _dumped(self, name: str | None) -> Version:
-        return Version(**self._json("POST", "dumps", {"tag": name}, once=True))
-
-    def _no_path(self, name: str, path: object) -> None:
-        if path is not None:
-            raise RemoteError(
-                f"{name} takes no path over a connection", kind="local_only",
-                hint="versions lie with the store: leave it out",
-            )  # fmt: skip
 
     # -- the whole store -------------------------------------------------------------------------
 
@@ -648,15 +617,19 @@ class RemoteReplayBuffer(LocalOnly):
         return int(size)
 
 
-class RemoteEpisodes:
-    """Ask for episodes by calling it; end those of this connection, or adopt those of an earlier session.
+class RemoteEpisodes(LocalEpisodes):
+    """Query episodes by calling it; end those of this connection, or adopt those of an earlier session.
 
     Args:
-        buffer: The connection's buffer.
+        sql: Runs a SELECT on the server.
+        request: Sends a request with a JSON body, and returns the answer.
+        begin_session: Begins the connection's session on the server.
     """
 
-    def __init__(self, buffer: RemoteReplayBuffer) -> None:
-        self._buffer = buffer
+    def __init__(
+        self, sql: Callable[..., Result], request: Callable[..., Any], begin_session: Callable[[], object]
+    ) -> None:
+        self._sql, self._request, self._begin_session = sql, request, begin_session
 
     def __call__(
         self,
@@ -679,7 +652,7 @@ class RemoteEpisodes:
         """
         from expstore.sql.views import select_episodes
 
-        return self._buffer.sql(select_episodes(where, order_by, limit), params, limit=limit or None)
+        return self._sql(select_episodes(where, order_by, limit), params, limit=limit or None)
 
     def end(self, source: str | None = None) -> None:
         """End open episodes of this connection's session: they become `cut`.
@@ -692,7 +665,7 @@ class RemoteEpisodes:
         Raises:
             RemoteError: The server is gone.
         """
-        self._buffer._json("POST", "episodes/end", {"source": source})
+        self._request("POST", "episodes/end", {"source": source})
 
     def end_stream(self, source: str | None) -> None:
         """End the open episodes of one stream of this connection's session.
@@ -700,7 +673,7 @@ class RemoteEpisodes:
         Args:
             source: As `extend` was given it; None: the unnamed stream.
         """
-        self._buffer._json("POST", "episodes/end", {"source": source, "unnamed": source is None})
+        self._request("POST", "episodes/end", {"source": source, "unnamed": source is None})
 
     def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
         """Adopt the open episodes of the newest ended session that wrote to a source of this name.
@@ -714,9 +687,70 @@ class RemoteEpisodes:
         Returns:
             Ids of the adopted episodes. Shape `(n,)`, int64.
         """
-        self._buffer._connection.begin_session()
-        found = self._buffer._json("POST", "episodes/resume", {"source": source, "check": check})
+        self._begin_session()
+        found = self._request("POST", "episodes/resume", {"source": source, "check": check})
         return torch.tensor(found["episodes"], dtype=torch.int64)
+
+
+class RemoteSnapshots:
+    """Create, tag, list and restore versions of a served store. They are in the store's own folder.
+
+    Args:
+        request: Sends a request with a JSON body, and returns the answer.
+    """
+
+    def __init__(self, request: Callable[..., Any]) -> None:
+        self._request = request
+
+    def create(self, path: None = None) -> Version:
+        """Have the server create a version: the store as it is now, complete and closed.
+
+        Args:
+            path: Only None: versions are in the store's own folder.
+
+        Raises:
+            StateError: The server only reads.
+        """
+        _refuse_path("dumps", path)
+        return Version(**self._request("POST", "dumps", {"tag": None}, once=True))
+
+    def tag(self, name: str, path: None = None) -> Version:
+        """Have the server create a version with a name, which is kept.
+
+        Args:
+            name: 1 to 100 letters, digits or `. _ -`; not a number.
+            path: Only None: versions are in the store's own folder.
+
+        Raises:
+            SnapshotError: There is a version of this name.
+        """
+        _refuse_path("snapshots.tag", path)
+        return Version(**self._request("POST", "dumps", {"tag": name}, once=True))
+
+    def list(self) -> _Versions:
+        """Return the versions in the store's folder, the oldest first."""
+        return [Version(**entry) for entry in self._request("GET", "versions")["versions"]]
+
+    def restore(self, path: None = None, version: int | str | None = None) -> None:
+        """Have the server replace the store's content by a version's, for all who use the store.
+
+        Args:
+            path: Only None: versions are in the store's own folder.
+            version: Number or tag; None: the newest.
+
+        Raises:
+            SnapshotError: There is no such version.
+        """
+        _refuse_path("loads", path)
+        self._request("POST", "loads", {"version": version}, once=True)
+
+
+def _refuse_path(name: str, path: object) -> None:
+    if path is not None:
+        raise RemoteError(
+            f"{name} takes no path over a connection", kind="local_only",
+            hint="versions are in the store's own folder: leave it out",
+        )  # fmt: skip
 
 
 def _check_rows(data: Any) -> None:

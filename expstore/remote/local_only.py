@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from expstore.errors import RemoteError
 
-__all__ = ["LocalOnly"]
+__all__ = ["LocalEpisodes", "LocalOnly"]
 
 
 def _refused(name: str, hint: str) -> Callable[..., NoReturn]:
@@ -35,6 +35,26 @@ class _Elsewhere:
     device = None
 
 
+class _Columns:
+    """Refuse `rb.columns`."""
+
+    add, drop = _refused("columns.add", _MANAGE), _refused("columns.drop", _MANAGE)
+
+
+class _Retention:
+    """Refuse `rb.retention`."""
+
+    policy = property(_refused("retention.policy", _MANAGE))
+    set, apply = _refused("retention.set", _MANAGE), _refused("retention.apply", _MANAGE)
+
+
+class LocalEpisodes:
+    """Refuse what `rb.episodes` offers where the store is."""
+
+    annotate = _refused("episodes.annotate", "give episode_info= to extend()")
+    delete = _refused("episodes.delete", _MANAGE)
+
+
 class LocalOnly:
     """Refuse what needs the rows at hand, or is for who manages the store.
 
@@ -53,6 +73,7 @@ class LocalOnly:
     sampler = property(_refused("the sampler", "describe it: connect(sampler=)"))
     set_sampler = _refused("set_sampler", "connect() once more, with another sampler=")
     can_sample = _refused("can_sample", "sample(): it raises NotReadyError; connect(wait=) waits for rows")
+    count_candidates = _refused("count_candidates", "ask by sql()")
     set_rng = _refused("set_rng", "connect() with seed=")
     writer, storage = property(_refused("the writer", _MANAGE)), property(_refused("the storage", _MANAGE))
     set_writer, set_storage = _refused("set_writer", _MANAGE), _refused("set_storage", _MANAGE)
@@ -64,11 +85,9 @@ class LocalOnly:
     load_state_dict = _refused("load_state_dict", "connect() with draw=")
     register_save_hook = register_load_hook = _refused("a hook of versions", _MANAGE)
     empty = _refused("empty", _MANAGE)
-    add_column, drop_column = _refused("add_column", _MANAGE), _refused("drop_column", _MANAGE)
+    columns = _Columns()
+    retention = _Retention()
     specs, set_specs = property(_refused("specs", _MANAGE)), _refused("set_specs", _MANAGE)
-    retain, apply_retention = _refused("retain", _MANAGE), _refused("apply_retention", _MANAGE)
-    retained = property(_refused("retained", _MANAGE))
-    annotate = _refused("annotate", "give episode_info= to extend()")
     query = _refused("query", "ask by sql(), then take each trajectory(episode_id)")
     to_torch_dataset = _refused("to_torch_dataset", "iterate over the buffer: batches are made ahead")
     refresh = synchronize = _refused("refresh", "ask: every answer is of the store as it is now")

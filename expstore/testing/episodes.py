@@ -82,16 +82,20 @@ class EpisodeSuite(Declared):
         """They come with the rows or later, and can be asked for when the rows have left."""
         with self.life(tmp_path) as life:
             life.rb.extend(life.batch(life.model.extend(_TURNS[:4], "a")), source="a", episode_info={"n": 1})
-            same(life.rb.annotate(1, n=2, who="x"), {"n": 2, "who": "x"}, "what is noted about an episode")
+            same(
+                life.rb.episodes.annotate(1, n=2, who="x"),
+                {"n": 2, "who": "x"},
+                "what is noted about an episode",
+            )
             life.extend(30)
-            life.rb.annotate(1, who=None, late=True)
+            life.rb.episodes.annotate(1, who=None, late=True)
             asked = "SELECT episode_id, info->>'n', info->>'late' FROM episodes ORDER BY 1"
             found = life.rb.sql(asked).fetchall()
             same(found, [(1, "2", "true"), (2, "1", None), (3, None, None)], "facts about episodes")
             with raises(NotFoundError, what="a fact about no episode"):
-                life.rb.annotate(99, n=1)
+                life.rb.episodes.annotate(99, n=1)
             with raises(SchemaError, what="a fact that JSON has no form for"):
-                life.rb.annotate(1, n=object())
+                life.rb.episodes.annotate(1, n=object())
             life.look()
 
     def test_sql(self, tmp_path: Path) -> None:

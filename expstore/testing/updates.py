@@ -110,8 +110,8 @@ class ChangeSuite(Declared):
             life.extend(25)
             rb = life.rb
             acts: list[Callable[[], Any]] = [
-                lambda: rb.add_column("score", sql="number * 2", dtype=torch.int64, default=-1),
-                lambda: rb.drop_column("observation"),
+                lambda: rb.columns.add("score", sql="number * 2", dtype=torch.int64, default=-1),
+                lambda: rb.columns.drop("observation"),
             ]
             if not self.late_fields:
                 for act in acts:
@@ -127,7 +127,7 @@ class ChangeSuite(Declared):
             life.extend(3)
             life.look()
             same(set(rb[:]["score"].tolist()), {-1}, "a field of later rows")
-            rb.drop_column("score")
+            rb.columns.drop("score")
             life.look()
             if self.persistent:
                 life.reopen()

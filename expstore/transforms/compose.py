@@ -60,7 +60,8 @@ class Compose:
                 f"two would overwrite what the other writes, {sums[0]!r} and {sums[1]!r}: one is enough; set "
                 "its n_steps to have another number of steps, and give it all reward_keys at once"
             )
-        self._transforms = transforms
+        #: The transforms, in their order.
+        self.transforms = transforms
         #: Those that look at other steps, in their order.
         self.steps = tuple(part for part in transforms if isinstance(part, StepTransform))
         #: Whether one of the others draws.
@@ -105,7 +106,7 @@ class Compose:
 
     def finish(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
         """Do what is done after `apply`: what the transforms do that do not look at other steps."""
-        for transform in self._transforms:
+        for transform in self.transforms:
             if not isinstance(transform, StepTransform):
                 batch = _given(transform, _forward(transform, batch, numbers))
         return batch
@@ -113,7 +114,7 @@ class Compose:
     @property
     def acting(self) -> tuple[Any, ...]:
         """The transforms in the order in which they act on samples."""
-        others = (part for part in self._transforms if not isinstance(part, StepTransform))
+        others = (part for part in self.transforms if not isinstance(part, StepTransform))
         return (*self.steps, *others)
 
     def look(
@@ -177,10 +178,10 @@ class Compose:
         Returns:
             What is written instead; None: nothing.
         """
-        if single and self._transforms and is_tensor_collection(batch):
+        if single and self.transforms and is_tensor_collection(batch):
             made = self.inverse(batch.unsqueeze(-1))
             return None if made is None else made.squeeze(-1)
-        for transform in reversed(self._transforms):
+        for transform in reversed(self.transforms):
             batch = _inverse(transform, batch)
             if batch is None:
                 return None
@@ -214,19 +215,19 @@ class Compose:
             ValueError: There is no such number; it is neither a transform nor callable; it looks at other
                 steps, which what is written has none of; or it is a second `MultiStepTransform`.
         """
-        size = len(self._transforms)
+        size = len(self.transforms)
         if abs(index) > size:
             raise ValueError(f"Index expected to be between [-{size}, {size}] got index={index}")
         parts = _parts(transform)
         if invert:
             parts = tuple(Inverted(part) for part in reversed(parts))
-        self._hold((*self._transforms[:index], *parts, *self._transforms[index:]))
+        self._hold((*self.transforms[:index], *parts, *self.transforms[index:]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the transforms keep, by their numbers; of those that say so by `state_dict`."""
         return {
             str(number): transform.state_dict()
-            for number, transform in enumerate(self._transforms)
+            for number, transform in enumerate(self.transforms)
             if hasattr(transform, "state_dict")
         }
 
@@ -236,20 +237,20 @@ class Compose:
         Raises:
             StateError: The state is of a chain of other transforms; nothing was changed.
         """
-        own = [str(number) for number, part in enumerate(self._transforms) if hasattr(part, "state_dict")]
+        own = [str(number) for number, part in enumerate(self.transforms) if hasattr(part, "state_dict")]
         if own != list(state_dict):
             raise StateError(
                 f"that is the state of transforms {list(state_dict)}, here {own} keep something",
                 hint="load it into a buffer with the same transforms in the same order",
             )
         for number in own:
-            self._transforms[int(number)].load_state_dict(state_dict[number])
+            self.transforms[int(number)].load_state_dict(state_dict[number])
 
     def __len__(self) -> int:
-        return len(self._transforms)
+        return len(self.transforms)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._transforms)
+        return iter(self.transforms)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -259,10 +260,10 @@ class Compose:
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a transform as it was given, or some of them as a chain of their own."""
-        return Compose(*self._transforms[index]) if isinstance(index, slice) else self._transforms[index]
+        return Compose(*self.transforms[index]) if isinstance(index, slice) else self.transforms[index]
 
     def __repr__(self) -> str:
-        inner = ",\n".join(indent(repr(transform), "    ") for transform in self._transforms)
+        inner = ",\n".join(indent(repr(transform), "    ") for transform in self.transforms)
         return f"Compose(\n{inner})" if inner else "Compose()"
 
 

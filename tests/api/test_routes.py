@@ -66,7 +66,7 @@ def test_json_is_taken_as_it_is_meant(client: httpx.Client) -> None:
 def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp", schema={"x": "int64", "y": "float32"}) as rb:
         rb.extend(TensorDict({"x": torch.arange(3), "y": torch.zeros(3)}, [3]))
-        rb.add_column("score", fill=torch.tensor(7.0))
+        rb.columns.add("score", fill=torch.tensor(7.0))
     without = TensorDict({"x": torch.arange(2), "y": torch.ones(2)}, [2])
     for sent in (
         {"content": body_of(without), "headers": ARROW},

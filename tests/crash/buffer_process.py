@@ -108,7 +108,7 @@ def _shrink() -> None:
     tuning.ARROW_SEGMENT_BYTES, tuning.ARROW_SEGMENT_BATCHES = 6000, 6
     tuning.JOURNAL_SEGMENT_BYTES = 8192
     engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
-    retention.Retention.start = lambda kept: None  # type: ignore[method-assign]
+    retention.PolicyRunner.start = lambda runner: None  # type: ignore[method-assign]
 
 
 class Hand:
@@ -167,19 +167,19 @@ class Hand:
         self.rb.storage.engine.write_values()
 
     def retain(self, least: int) -> None:
-        self.rb.retain({"where": f"number >= {least}"})
-        self.rb.apply_retention()
-        self.rb.retain(None)
+        self.rb.retention.set({"where": f"number >= {least}"})
+        self.rb.retention.apply()
+        self.rb.retention.set(None)
 
     def add_column(self, name: str, value: int, later: int | None) -> None:
         if later is None:
-            self.rb.add_column(name, fill=torch.tensor(value))
+            self.rb.columns.add(name, fill=torch.tensor(value))
         else:
             how = {"dtype": "int64", "shape": (), "default": later}
-            self.rb.add_column(name, function=lambda rows: rows["number"] * value, **how)
+            self.rb.columns.add(name, function=lambda rows: rows["number"] * value, **how)
 
     def drop_column(self, name: str) -> None:
-        self.rb.drop_column(name)
+        self.rb.columns.drop(name)
 
     def dumps(self, keep: int) -> int:
         return int(self.rb.dumps(self._folder / "versions", keep=keep).number)

@@ -239,14 +239,14 @@ def perform(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     elif op.kind == "add":
         _add_column(rb, state, op)
     elif op.kind == "drop":
-        rb.drop_column(tuple(str(op.source).split(".")))
+        rb.columns.drop(tuple(str(op.source).split(".")))
 
 
 def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     """Let a field come; rows that come meanwhile are another thread's."""
     name = tuple(str(op.source).split("."))
     if op.fill:
-        rb.add_column(name, fill=torch.tensor(op.version))
+        rb.columns.add(name, fill=torch.tensor(op.version))
         return
     coming = [Op("extend", count=op.count)] if op.count else []
     failed: list[BaseException] = []
@@ -266,14 +266,14 @@ def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
                 raise failed[0]
         return torch.from_numpy(facts.late_values(rows["id"].numpy(), op.version))
 
-    rb.add_column(name, function=compute, dtype="int64", shape=(), default=op.version)
+    rb.columns.add(name, function=compute, dtype="int64", shape=(), default=op.version)
 
 
 def _annotate(rb: TensorDictReplayBuffer, op: Op) -> None:
     """Note facts about an episode; without an index, which says how those stand that have ended, by hand."""
     kept = rb.storage
     if kept.index.catalog is not None:
-        rb.annotate(op.episode, **op.info)
+        rb.episodes.annotate(op.episode, **op.info)
         return
     with kept.lock:
         with kept.locks.episodes:

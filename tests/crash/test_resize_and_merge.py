@@ -50,7 +50,7 @@ def make(path: Path, first: int = 0, capacity: int | None = FORMER) -> Path:
         for start in range(first, first + ROWS, 10):
             rb.extend(framed_rows(10, start, shape=(40,)), source="arm")
         rb.update_priority(id=[ROWS], priority=[4.0])
-        rb.tag("one")
+        rb.snapshots.tag("one")
     return path
 
 

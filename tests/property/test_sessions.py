@@ -701,7 +701,7 @@ def resume_and_kill(path: Path) -> None:
     def act(rb: TensorDictReplayBuffer) -> None:
         rb.episodes.end_session(["client"])
         rb.episodes.resume("robot", session="heir")
-        rb.annotate(1, adopted=True)
+        rb.episodes.annotate(1, adopted=True)
 
     _killed_after(path, act, (4, "open"), (2, "open"))
     with opened(path) as rb:

@@ -259,11 +259,11 @@ def annotations(life: Life) -> None:
     rb = life.open(40, index=True)
     _extend(life, rb, _rows(9), episode_info={"level": 1})
     life.step("annotate(1)")
-    rb.annotate(1, success=True)
+    rb.episodes.annotate(1, success=True)
     _extend(life, rb, _rows(9, 9), episode_info={"level": 2})
     _flush(life, rb)
     life.step("annotate(2)")
-    rb.annotate(2, level=None, operator="ada")
+    rb.episodes.annotate(2, level=None, operator="ada")
     life.close(rb)
 
 
@@ -458,7 +458,7 @@ def tags(life: Life) -> None:
     rb = life.open(20)
     _extend(life, rb, _numbers(10))
     life.step("tag(first)")
-    rb.tag("first")
+    rb.snapshots.tag("first")
     life.close(rb)
 
 
@@ -476,12 +476,12 @@ def columns_come_and_go(life: Life) -> None:
     rb = life.open(30)
     _extend(life, rb, _numbers(10))
     life.step("add_column(mark, fill)")
-    rb.add_column("mark", fill=torch.tensor(0.5))
+    rb.columns.add("mark", fill=torch.tensor(0.5))
     _extend(life, rb, _numbers(4, 10))
     life.step("add_column(double, function)")
-    rb.add_column("double", function=lambda rows: rows["number"] * 2, dtype=torch.int64, shape=(), default=0)
+    rb.columns.add("double", function=lambda rows: rows["number"] * 2, dtype=torch.int64, shape=(), default=0)
     life.step("drop_column(mark)")
-    rb.drop_column("mark")
+    rb.columns.drop("mark")
     _extend(life, rb, _numbers(4, 14))
     life.close(rb)
 
@@ -493,9 +493,9 @@ def retention(life: Life) -> None:
         for start in range(0, 42, 14):
             _extend(life, rb, _rows(14, start))
         life.step("retain(where)")
-        rb.retain({"where": "episode.episode_id not in (1, 3)"})
+        rb.retention.set({"where": "episode.episode_id not in (1, 3)"})
         life.step("apply_retention()")
-        rb.apply_retention()
+        rb.retention.apply()
         _extend(life, rb, _rows(7, 42))
         life.close(rb)
 

@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 import google_crc32c
 
-from expstore.buffers.retention import Retention
+from expstore.buffers.retention import PolicyRunner
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import _failed
@@ -80,7 +80,7 @@ class _Host:
                 (uuid, "uuid4", lambda: uuid.UUID(bytes=self.random_bytes(16), version=4)),
                 (socket, "gethostname", lambda: "host"),
                 (engine, "Keeper", NoKeeper),
-                (Retention, "start", lambda retention: None),
+                (PolicyRunner, "start", lambda runner: None),
                 (tuning, "INDEX_ON_CLOSE", False),
             ):
                 patches.enter_context(patch.object(owner, name, value))

@@ -48,12 +48,11 @@ LIMITS = {
 #: The highest value of each figure that does not meet its limit yet; the limit is the goal. A ceiling may
 #: only fall: after an improvement, `--record` lowers it, and removes it when the limit is met.
 CEILINGS: dict[str, int] = {
-    "longest own inheritance chain of a buffer": 7,
-    "functions that a sample runs": 49,
-    "files that a sample runs through": 23,
-    "functions that an extend runs": 98,
+    "functions that a sample runs": 44,
+    "files that a sample runs through": 22,
+    "functions that an extend runs": 95,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 763,
+    "phrases of the old prose": 685,
     "lines of README.md": 610,
 }
 

@@ -106,7 +106,7 @@ def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_p
         expstore.open(store_path, retain={"where": "nothing > 1"})
     assert read_files(store_path, "LOCK") == before
     with expstore.open(store_path, retain={"where": "a > 2"}) as rb:
-        assert rb.retained == expstore.Retain(where="a > 2")
+        assert rb.retention.policy == expstore.Retain(where="a > 2")
 
 
 @pytest.mark.parametrize("given", [b"run.exp", 3, None])
@@ -262,7 +262,7 @@ def test_a_store_inside_a_store_is_refused(store_path: Path, make: Any, below: s
     assert read_files(store_path, "LOCK") == before
     assert not (store_path / below).is_dir() or below == "columns/a"
     with expstore.open(store_path) as rb:
-        rb.tag("t")
+        rb.snapshots.tag("t")
         with expstore.open(store_path, version="t", mode="r") as tagged:
             assert len(tagged) == 4
         with expstore.open(store_path / "versions", mode="r") as tagged:
@@ -289,7 +289,7 @@ def test_an_archive_and_versions_inside_another_store_are_refused(store_path: Pa
             with pytest.raises(SnapshotError, match="would lie inside the store"):
                 rb.dumps(folder)
         rb.dumps(other / "versions")
-        rb.tag("t")
+        rb.snapshots.tag("t")
     assert len(expstore.versions(other)) == 2
 
 

@@ -52,7 +52,7 @@ IN_PYTHON: dict[str, Callable[[Any], Any]] = {
     "dumps from RAM": lambda url: expstore.MemoryStorage(10).dumps(url),
     "loads": lambda url: _with_buffer(lambda rb: rb.loads(url)),
     "loads of a storage": lambda url: expstore.MemoryStorage(10).loads(url),
-    "tag": lambda url: _with_buffer(lambda rb: rb.tag("t", url)),
+    "tag": lambda url: _with_buffer(lambda rb: rb.snapshots.tag("t", url)),
     "versions": lambda url: expstore.versions(url),
     "to_parquet": lambda url: _with_buffer(lambda rb: rb.sql("SELECT 1 AS a").to_parquet(url)),
     "resize": lambda url: expstore.resize(url, capacity=3),
@@ -140,7 +140,7 @@ def test_the_home_folder_is_expanded(home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(home / "elsewhere")
     with expstore.open("~/run.exp") as rb:
         rb.dumps("~/versions")
-        rb.tag("one", "~/versions")
+        rb.snapshots.tag("one", "~/versions")
         rb.loads("~/versions", "one")
         rb.sql("SELECT 1 AS a").to_parquet("~/answer.parquet")
     assert len(expstore.versions("~/versions")) == 2

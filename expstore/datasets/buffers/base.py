@@ -114,6 +114,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
                 path = make_split_store(path, again=download == "force")
             for_writing = writer is not None or (drawing is not None and drawing.prioritized)
             storage = _open_storage(path, for_writing=for_writing)
+        self._finisher = _FinishBatch(is_split=split_trajs)
         super().__init__(
             storage=storage,
             sampler=drawing,
@@ -121,6 +122,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             batch_size=batch_size,
             **keywords,
         )
+        self._batches.add_finisher(self._finisher)
         self.set_metadata(metadata)
 
     @property
@@ -204,7 +206,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
             local_path(dest),
             count=len(self) if num_frames is None else min(num_frames, len(self)),
             pbar=pbar,
-            metadata=self._metadata,
+            metadata=self._finisher.metadata,
             num_workers=num_workers,
             chunksize=chunksize,
             num_chunks=num_chunks,
@@ -218,7 +220,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
 
     def set_metadata(self, metadata: Mapping[str, Any] | None) -> None:
         """Set what samples carry as `metadata`; None: nothing."""
-        self._metadata = None if metadata is None else dict(metadata)
+        self._finisher.set_metadata(metadata)
 
     def delete(self) -> None:
         """Close the buffer and remove the data set from disk, unless its rows are in memory."""
@@ -226,18 +228,30 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         if self._is_on_disk:
             remove_dataset(self._collection, self.dataset_id)
 
-    _gives_rows_as_they_are = False
 
-    def _given(self, *args: Any, **keywords: Any) -> Any:
-        batch = super()._given(*args, **keywords)
+class _FinishBatch:
+    """Give batches of a data set their metadata, and batches of whole trajectories a dim for time.
+
+    Args:
+        is_split: Whether rows are whole trajectories.
+    """
+
+    def __init__(self, *, is_split: bool) -> None:
+        self.metadata: dict[str, Any] | None = None
+        self._is_split = is_split
+
+    def set_metadata(self, metadata: Mapping[str, Any] | None) -> None:
+        self.metadata = None if metadata is None else dict(metadata)
+
+    def __call__(self, batch: Any) -> Any:
         if isinstance(batch, TensorDictBase):
             if self._is_split and batch.batch_dims == 1:
                 time = batch["mask"].shape[-1]
                 if (index := batch.get("index", None)) is not None:
                     batch["index"] = index[:, None].expand(-1, time).clone()
                 batch.batch_size = [*batch.batch_size, time]
-            if self._metadata is not None:
-                batch.set("metadata", NonTensorData(self._metadata, batch_size=batch.batch_size))
+            if self.metadata is not None:
+                batch.set("metadata", NonTensorData(self.metadata, batch_size=batch.batch_size))
         return batch
 
 

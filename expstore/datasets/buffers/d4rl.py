@@ -117,7 +117,8 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
             prefetch=prefetch,
             transform=transform,
         )
-        self._use_truncated_as_done = use_truncated_as_done
+        if not use_truncated_as_done:
+            self._batches.add_finisher(_take_terminated_as_done)
         #: What the file says of itself: the algorithm, its iteration.
         self.metadata: dict[str, Any] = dict(self.meta.get("d4rl", {}))
 
@@ -136,13 +137,11 @@ class D4RLExperienceReplay(BaseDatasetExperienceReplay):
         low, high = bounds
         return (np.asarray(returns, np.float64) - low) / (high - low)
 
-    _gives_rows_as_they_are = False
 
-    def _given(self, *args: Any, **keywords: Any) -> Any:
-        batch = super()._given(*args, **keywords)
-        if not self._use_truncated_as_done:
-            batch["next", "done"] = batch["next", "terminated"].clone()
-        return batch
+def _take_terminated_as_done(batch: Any) -> Any:
+    """Return a batch whose steps are done only where they are terminated."""
+    batch["next", "done"] = batch["next", "terminated"].clone()
+    return batch
 
 
 def _split_on(dataset_id: str) -> Any:

@@ -167,7 +167,7 @@ def _make_place(disk: Disk, place: Path) -> None:
     if (above := store_around(disk, place)) and place.resolve() != above / OWN_FOLDER:
         raise SnapshotError(
             f"{place} would lie inside the store {above}",
-            hint="give a folder outside of it; rb.tag(name) puts a version into the store",
+            hint="give a folder outside of it; rb.snapshots.tag(name) puts a version into the store",
         )
     if not new:
         if disk.exists(place / MANIFEST):

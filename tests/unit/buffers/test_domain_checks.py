@@ -342,7 +342,7 @@ def test_specs_are_read_once_until_they_are_others(monkeypatch: pytest.MonkeyPat
     assert reads == 2
     assert len(rb) == 12
     rb.set_specs(None)
-    with pytest.raises(StateError, match="nobody has said"):
+    with pytest.raises(StateError, match="this store has none"):
         rb.extend(rows(4), validate="domain")
 
 

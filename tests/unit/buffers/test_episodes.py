@@ -120,11 +120,11 @@ def test_who_asks_for_no_episode_is_told_which_there_are(rb: Any) -> None:
         with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
             rb.trajectory(wrong)
         with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
-            rb.annotate(wrong, x=1)
+            rb.episodes.annotate(wrong, x=1)
     with pytest.raises(TypeError, match="an integer, not str"):
         rb.trajectory("1")
     with pytest.raises(TypeError, match="an integer, not float"):
-        rb.annotate(1.0, x=1)
+        rb.episodes.annotate(1.0, x=1)
     with pytest.raises(NotFoundError, match="there is none yet"):
         ReplayBuffer(storage=MemoryStorage(5)).trajectory(1)
 
@@ -201,13 +201,13 @@ def test_followers_find_trajectories_and_what_is_noted(store_path: Path) -> None
         rb.flush()
         assert other.trajectory(1)["number"].tolist() == [0, 1, 2, 3]
         assert infos(other) == {1: {"site": 1}}
-        rb.annotate(1, good=True)
+        rb.episodes.annotate(1, good=True)
         rb.extend(steps(2, 4, end="terminated"), source="a")
-        rb.annotate(1, site=None)
+        rb.episodes.annotate(1, site=None)
         rb.flush()
         assert infos(other) == {1: {"good": True}}
         rb.extend(steps(11, 6), source="b")
-        rb.annotate(1, late=[1, {"x": None}])
+        rb.episodes.annotate(1, late=[1, {"x": None}])
         rb.flush()
         assert infos(other) == {1: {"good": True, "late": [1, {"x": None}]}, 2: None}
         assert other.trajectory(1)["number"].tolist() == [5]
@@ -216,10 +216,10 @@ def test_followers_find_trajectories_and_what_is_noted(store_path: Path) -> None
         with pytest.raises(NotFoundError, match="no row of episode 1 is left"):
             other.trajectory(1)
         assert infos(other)[1] == {"good": True, "late": [1, {"x": None}]}
-        rb.annotate(1, late=None)
+        rb.episodes.annotate(1, late=None)
         assert infos(other)[1] == {"good": True}
         with pytest.raises(StateError, match="open for reading only"):
-            other.annotate(1, x=1)
+            other.episodes.annotate(1, x=1)
 
 
 def test_rows_that_were_given_up_are_left_out(store_path: Path) -> None:
@@ -238,12 +238,12 @@ def test_rows_that_were_given_up_are_left_out(store_path: Path) -> None:
 
 
 def test_notes_are_merged_and_none_removes(rb: Any) -> None:
-    assert rb.annotate(2, success=True, tags=["a", "ß"]) == {"success": True, "tags": ["a", "ß"]}
-    assert rb.annotate(2, success=None, score=1.5) == {"tags": ["a", "ß"], "score": 1.5}
-    assert rb.annotate(2) == {"tags": ["a", "ß"], "score": 1.5}
+    assert rb.episodes.annotate(2, success=True, tags=["a", "ß"]) == {"success": True, "tags": ["a", "ß"]}
+    assert rb.episodes.annotate(2, success=None, score=1.5) == {"tags": ["a", "ß"], "score": 1.5}
+    assert rb.episodes.annotate(2) == {"tags": ["a", "ß"], "score": 1.5}
     assert infos(rb) == {1: None, 2: {"tags": ["a", "ß"], "score": 1.5}, 3: None}
-    assert rb.annotate(2, tags=None, score=None, nothing=None) == {}
-    assert rb.annotate(1, episode_id=7, self="me") == {"episode_id": 7, "self": "me"}
+    assert rb.episodes.annotate(2, tags=None, score=None, nothing=None) == {}
+    assert rb.episodes.annotate(1, episode_id=7, self="me") == {"episode_id": 7, "self": "me"}
     assert infos(rb) == {1: {"episode_id": 7, "self": "me"}, 2: None, 3: None}
     assert rb.sql("SELECT info->>'$.self' FROM episodes WHERE episode_id = 1").fetchall() == [("me",)]
     assert [row[0] for row in rb.episodes("info->>'$.self' = ?", params=["me"])] == [1]
@@ -254,18 +254,18 @@ def test_open_ended_and_evicted_episodes_keep_all_else_when_they_are_noted(rb: A
     rb.extend(steps(2, 14, end="truncated"), source="a")
     before = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall()
     for episode in (1, 2, 3):
-        rb.annotate(episode, n=episode)
+        rb.episodes.annotate(episode, n=episode)
     assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
     rb.extend(steps(12, 30), source="b")
     before = rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall()
     for episode in (1, 2, 3):
-        rb.annotate(episode, more=[episode])
+        rb.episodes.annotate(episode, more=[episode])
     assert rb.sql("SELECT * EXCLUDE (info) FROM episodes ORDER BY 1").fetchall() == before
     assert infos(rb) == {episode: {"n": episode, "more": [episode]} for episode in (1, 2, 3)}
 
 
 def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: Any) -> None:
-    rb.annotate(2, a=1, b=2)
+    rb.episodes.annotate(2, a=1, b=2)
     rb.extend(steps(2, 30, end="terminated"), source="a", episode_info={"b": None, "c": {"d": [1]}})
     assert infos(rb) == {1: None, 2: {"a": 1, "c": {"d": [1]}}, 3: None}
     both = torch.cat([steps(1, 22, end="terminated"), steps(1, 0)])
@@ -291,10 +291,10 @@ def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: A
     ],
 )
 def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) -> None:
-    rb.annotate(2, x=0)
+    rb.episodes.annotate(2, x=0)
     before = rb.storage.state.content, rb.storage.last
     with pytest.raises(SchemaError, match="info"):
-        rb.annotate(2, **wrong)
+        rb.episodes.annotate(2, **wrong)
     with pytest.raises(SchemaError, match="info"):
         rb.extend(steps(1, 0), source="a", episode_info=wrong)
     with pytest.raises(SchemaError, match="a key is text, not int"):
@@ -317,14 +317,14 @@ def test_notes_survive_reopening_and_the_loss_of_the_index(store_path: Path) -> 
         rb.extend(steps(3, 0, end="truncated"), source="b", episode_info={"late": True})
         rb.extend(steps(6, 0), source="c")
         for episode in (1, 2, 3):
-            rb.annotate(episode, n=episode)
+            rb.episodes.annotate(episode, n=episode)
     with expstore.open(store_path) as rb:
         assert infos(rb) == wanted
     (store_path / "index.duckdb").unlink()
     with expstore.open(store_path) as rb:
         assert infos(rb) == wanted
-        assert rb.annotate(3, n=None) == {}
-        assert rb.annotate(1, m=1) == {"n": 1, "m": 1}
+        assert rb.episodes.annotate(3, n=None) == {}
+        assert rb.episodes.annotate(1, m=1) == {"n": 1, "m": 1}
     with expstore.open(store_path, mode="r") as rb:
         assert infos(rb) == wanted | {1: {"n": 1, "m": 1}, 3: None}
 
@@ -333,15 +333,15 @@ def test_notes_go_into_versions_and_come_back_with_them(store_path: Path, tmp_pa
     with expstore.open(store_path, capacity=20) as rb:
         rb.extend(steps(3, 0, end="terminated"), source="a", episode_info={"n": 1})
         rb.extend(steps(3, 3), source="b")
-        rb.annotate(2, n=2)
+        rb.episodes.annotate(2, n=2)
         rb.dumps(tmp_path / "versions")
-        rb.annotate(1, n=None)
-        rb.annotate(2, n=7)
+        rb.episodes.annotate(1, n=None)
+        rb.episodes.annotate(2, n=7)
         rb.loads(tmp_path / "versions")
         loaded = [episode for episode, info in infos(rb).items() if info in ({"n": 1}, {"n": 2})]
         assert len(loaded) == 2
         assert rb.trajectory(loaded[1])["number"].tolist() == [3, 4, 5]
-        rb.annotate(loaded[0], again=True)
+        rb.episodes.annotate(loaded[0], again=True)
     with expstore.open(tmp_path / "versions", mode="r") as rb:
         assert infos(rb) == {1: {"n": 1}, 2: {"n": 2}}
     with expstore.open(store_path) as rb:
@@ -364,16 +364,16 @@ def steps(count, end):
 rb = expstore.open(sys.argv[1], capacity=8, durability=sys.argv[2])
 rb.extend(steps(3, True), source="a")
 rb.extend(steps(2, False), source="b", episode_info={"with": "rows"})
-rb.annotate(1, ended=True)
+rb.episodes.annotate(1, ended=True)
 rb.flush()
 rb.episodes()
-rb.annotate(1, more=1)
-rb.annotate(2, open=True)
+rb.episodes.annotate(1, more=1)
+rb.episodes.annotate(2, open=True)
 rb.extend(steps(9, False), source="c")
-rb.annotate(1, evicted=[1])
+rb.episodes.annotate(1, evicted=[1])
 rb.add(steps(1, False)[0], source="b", episode_info={"with": None, "added": 1})
 rb.episodes()
-rb.annotate(3, last=True)
+rb.episodes.annotate(3, last=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -391,7 +391,7 @@ def test_a_kill_loses_nothing_that_was_noted(store_path: Path, durability: str) 
         assert infos(rb) == wanted
     with expstore.open(store_path) as rb:
         assert infos(rb) == wanted
-        rb.annotate(2, open=None)
+        rb.episodes.annotate(2, open=None)
     with expstore.open(store_path) as rb:
         assert infos(rb) == wanted | {2: {"added": 1}}
     (twin / "index.duckdb").unlink(missing_ok=True)
@@ -417,9 +417,9 @@ def test_a_note_that_the_disk_refuses_is_not_there(store_path: Path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(rb.storage.state.journal, "append", refuse)
             with pytest.raises(expstore.StorageError, match="the disk refuses"):
-                rb.annotate(1, b=2)
+                rb.episodes.annotate(1, b=2)
         assert infos(rb) == {1: {"a": 1}}
-        assert rb.annotate(1, c=3) == {"a": 1, "c": 3}
+        assert rb.episodes.annotate(1, c=3) == {"a": 1, "c": 3}
     with expstore.open(store_path) as rb:
         assert infos(rb) == {1: {"a": 1, "c": 3}}
 
@@ -505,7 +505,7 @@ def test_without_a_reward_the_return_is_null(store_path: Path, tmp_path: Path) -
         rb.extend(agents(), source="a")
         assert rb.episodes().df()["return"].isna().tolist() == [True]
         assert rb.sql('SELECT "return" FROM episodes').fetchall() == [(None,)]
-        rb.annotate(1, seen=True)
+        rb.episodes.annotate(1, seen=True)
         rb.extend(agents("terminated"), source="a")
         for _ in range(4):
             rb.extend(agents(), source="b")

@@ -429,6 +429,12 @@ def test_settings_count_from_the_next_batch_on() -> None:
     with pytest.raises(ValueError, match=r"her_ratio must be in \[0, 1\], got -1"):
         rb.her_ratio = -1.0
     assert rb.her_ratio == 1.0
+    rb.reward_fn = lambda rows: torch.full((len(rows), 1), 7.0)
+    assert (rb.sample()["next", "reward"] == 7.0).all()
+    rb.goal_key = "aim"
+    assert rb.goal_key == "aim"
+    with pytest.raises(NotFoundError, match="goal_key='aim'"):
+        rb.sample()
 
 
 # -- what is refused ----------------------------------------------------------------------------------

@@ -149,9 +149,9 @@ def test_dropped_rows_keep_their_places(make: Make) -> None:
 def test_fields_that_came_since_do_not_matter(make: Make) -> None:
     rb = make(20)
     first = rb.extend(numbered_rows(3), idempotency_key="a")
-    rb.add_column("late", fill=1.0)
+    rb.columns.add("late", fill=1.0)
     assert torch.equal(rb.extend(numbered_rows(3), idempotency_key="a"), first)
-    rb.drop_column("number")
+    rb.columns.drop("number")
     assert torch.equal(rb.extend(numbered_rows(3), idempotency_key="a"), first)
 
 

@@ -187,7 +187,7 @@ def test_no_batch_from_before_a_reseed(sampler: str) -> None:
         each.extend(numbered_rows(100))
         drawn(each, 3)
     generator.manual_seed(9)
-    alone._generator.manual_seed(9)
+    alone._sampling.generator.manual_seed(9)  # type: ignore[union-attr]
     assert drawn(rb, 5) == drawn(alone, 5)
     rb.set_rng(torch.Generator().manual_seed(2))
     alone.set_rng(torch.Generator().manual_seed(2))
@@ -364,8 +364,11 @@ def test_a_forgotten_buffer_lets_the_store_go(store_path: Path) -> None:
     rb = expstore.open(store_path, batch_size=SIZE, batches=expstore.Batches(prefetch=2))
     rb.extend(numbered_rows(100))
     rb.sample()
-    while not all(future.done() for _, future in list(rb._ahead._queue)):
+    prefetcher = rb._sampling._prefetcher
+    assert prefetcher is not None
+    while not all(future.done() for _, future in list(prefetcher._queue)):
         pass
+    del prefetcher
     with pytest.warns(ResourceWarning, match="forgotten without close"):
         del rb
     with expstore.open(store_path, batch_size=SIZE) as again:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tensordict import NonTensorStack, TensorDict
 
 import expstore
-from expstore import CorruptionError, Retain, StateError
+from expstore import CorruptionError, QueryError, Retain, StateError
 from expstore.cli.app import run
 from expstore.core import tuning
 from expstore.core.id_set import Gaps
@@ -106,9 +106,9 @@ def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> Non
     rb.flush()
     before = rb.storage.retention.columns_bytes()
     with expstore.open(store_path, mode="r", batch_size=64) as reader:
-        rb.retain({"where": "number % 4 = 0"})
-        assert rb.apply_retention(dry_run=True)[:2] == (30, 30 * Rows)
-        gone = rb.apply_retention()
+        rb.retention.set({"where": "number % 4 = 0"})
+        assert rb.retention.apply(dry_run=True)[:2] == (30, 30 * Rows)
+        gone = rb.retention.apply()
         kept = set(range(4, 41, 4))
         assert gone[:2] == (30, 30 * Rows)
         assert rb.storage.retention.columns_bytes() < before + (1 << 20)
@@ -116,19 +116,19 @@ def test_episodes_leave_and_all_else_stays(store_path: Path, layout: str) -> Non
             assert gone.bytes > before // 2
         for one in (rb, reader):
             check_whole(one, kept, 40)
-        assert rb.apply_retention() == (0, 0, 0)
+        assert rb.retention.apply() == (0, 0, 0)
         rb.extend(episode(44))
         for one in (rb, reader):
             assert numbers(one) == sorted(kept | {44})
-    rb.retain({"where": "number = 44"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number = 44"})
+    rb.retention.apply()
     assert rb.storage.window == type(rb.storage.window)(40 * Rows, 41 * Rows)
     assert rb.write_count == 41 * Rows
     rb.close()
     assert verify(store_path) == []
     with expstore.open(store_path, batch_size=64) as rb:
         assert numbers(rb) == [44]
-        assert rb.retained == Retain(where="number = 44")
+        assert rb.retention.policy == Retain(where="number = 44")
         assert rb.sql('SELECT count(*), max("return") FROM episodes').fetchall() == [(41, 44.0 * Rows)]
 
 
@@ -144,8 +144,8 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
     rb.flush()
     folder, before = store_path / "columns/frame", rb.storage.disk.used(store_path / "columns/frame")
     shards = {path.name for path in folder.glob("c.*")}
-    rb.retain({"where": "number > 20 OR number % 5 = 0"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number > 20 OR number % 5 = 0"})
+    rb.retention.apply()
     rb.flush()
     assert rb.storage.disk.used(folder) < 0.6 * before
     check_whole(rb, {5, 10, 15, 20, *range(21, 31)}, 30, 1000)
@@ -154,8 +154,8 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
     of = np.repeat(np.arange(1, 13), 1000)
     assert (stored[of % 5 == 0] == of[of % 5 == 0]).all()
     assert (stored[64:3900] == 0).all()
-    rb.retain({"where": "number > 20"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number > 20"})
+    rb.retention.apply()
     rb.flush()
     assert {path.name for path in folder.glob("c.*")} < shards
     check_whole(rb, set(range(21, 31)), 30, 1000)
@@ -168,8 +168,8 @@ def test_space_of_packed_rows_is_given_back(store_path: Path) -> None:
 def test_a_version_keeps_what_leaves_the_store(store_path: Path, tmp_path: Path) -> None:
     rb = filled(store_path, 20, **LAYOUTS["packed"])
     rb.dumps(tmp_path / "versions")
-    rb.retain({"where": "number % 10 = 0"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number % 10 = 0"})
+    rb.retention.apply()
     second = rb.dumps(tmp_path / "versions")
     check_whole(rb, {10, 20}, 20)
     rb.loads(tmp_path / "versions", 1)
@@ -220,8 +220,8 @@ def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> Non
     assert not whole or list(before) == [1 + Rows * n for n in (0, 2, 4, 6, 8)]
     with expstore.open(store_path, mode="r", batch_size=16) as reader:
         assert len(reader.sql(TEXTS).fetchall()) == 9
-        rb.retain({"where": "number IN (2, 5, 6, 9)"})
-        gone = rb.apply_retention()
+        rb.retention.set({"where": "number IN (2, 5, 6, 9)"})
+        gone = rb.retention.apply()
         after = segments(store_path)
         assert not whole or list(after) == [1, 1 + Rows * 4, 1 + Rows * 8]
         assert sum(after.values()) < 0.6 * sum(before.values())
@@ -237,8 +237,8 @@ def test_rows_of_any_length_leave_too(store_path: Path, compression: Any) -> Non
     assert verify(store_path) == []
     with expstore.open(store_path, batch_size=16) as rb:
         assert rb.sql(TEXTS).fetchall() == [*wanted, (10, Rows)]
-        rb.retain({"where": "number = 10"})
-        rb.apply_retention()
+        rb.retention.set({"where": "number = 10"})
+        rb.retention.apply()
         assert set(rb.sample(64)["number"].tolist()) == {10}
     assert verify(store_path) == []
 
@@ -250,8 +250,8 @@ def test_a_version_keeps_segments_that_leave(store_path: Path, tmp_path: Path) -
             rb.extend(told(number))
         rb.flush()
         rb.dumps(tmp_path / "versions")
-        rb.retain({"where": "number IN (1, 2, 6, 7)"})
-        rb.apply_retention()
+        rb.retention.set({"where": "number IN (1, 2, 6, 7)"})
+        rb.retention.apply()
         assert list(segments(store_path)) == [1, 1 + Rows * 4, 1 + Rows * 6]
         second = rb.dumps(tmp_path / "versions")
         rb.loads(tmp_path / "versions", 2)
@@ -328,11 +328,11 @@ def test_by_bytes_the_oldest_leave(store_path: Path) -> None:
     rb = filled(store_path, 20, layout="flat")
     each = rb.storage.retention.bytes_per_row()
     rb.extend(episode(21, ends=False))
-    rb.retain({"bytes": int(6 * Rows * each)})
-    rb.apply_retention()
+    rb.retention.set({"bytes": int(6 * Rows * each)})
+    rb.retention.apply()
     assert numbers(rb) == [16, 17, 18, 19, 20, 21]
-    rb.retain({"bytes": 1})
-    rb.apply_retention()
+    rb.retention.set({"bytes": 1})
+    rb.retention.apply()
     assert numbers(rb) == [21]  # open: it stays
     rb.close()
 
@@ -340,26 +340,26 @@ def test_by_bytes_the_oldest_leave(store_path: Path) -> None:
 def test_by_age(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = filled(store_path, 6)
     ((ends,),) = rb.sql("SELECT epoch_us(end_time) FROM episodes WHERE episode_id = 4").fetchall()
-    rb.retain({"age": "1h"})
+    rb.retention.set({"age": "1h"})
     monkeypatch.setattr(time, "time", lambda: ends / 1e6 + 3600)
-    rb.apply_retention()
+    rb.retention.apply()
     assert numbers(rb) == [4, 5, 6]
-    rb.retain(None)
-    assert rb.retained is None
+    rb.retention.set(None)
+    assert rb.retention.policy is None
     with pytest.raises(StateError, match="no policy"):
-        rb.apply_retention()
+        rb.retention.apply()
     rb.close()
 
 
 def test_conditions_know_the_episode(store_path: Path) -> None:
     rb = filled(store_path, 6)
-    rb.annotate(2, keep=True)
-    rb.retain({"where": 'episode.info.keep::BOOLEAN OR episode."return" > 3000'})
-    rb.apply_retention()
+    rb.episodes.annotate(2, keep=True)
+    rb.retention.set({"where": 'episode.info.keep::BOOLEAN OR episode."return" > 3000'})
+    rb.retention.apply()
     assert numbers(rb) == [2, 6]
     with pytest.raises(expstore.QueryError):
-        rb.retain({"where": "nonsense > 1"})
-    assert rb.retained == Retain(where='episode.info.keep::BOOLEAN OR episode."return" > 3000')
+        rb.retention.set({"where": "nonsense > 1"})
+    assert rb.retention.policy == Retain(where='episode.info.keep::BOOLEAN OR episode."return" > 3000')
     rb.close()
 
 
@@ -378,8 +378,8 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 def test_samplers_never_draw_what_has_left(store_path: Path, name: str) -> None:
     rb = filled(store_path, 12, sampler=SAMPLERS[name]())
     rb.sample(64)
-    rb.retain({"where": "number % 3 = 0"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number % 3 = 0"})
+    rb.retention.apply()
     seen: set[int] = set()
     for _ in range(40):
         batch = rb.sample(64)
@@ -393,8 +393,8 @@ def test_priorities_and_ids_stay(store_path: Path) -> None:
     rb = filled(store_path, 4, sampler=PrioritizedSampler(alpha=1.0, eps=0.0))
     ids = torch.arange(1, 4 * Rows + 1)
     rb.update_priority(ids - 1, ids.float())
-    rb.retain({"where": "number IN (2, 4)"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number IN (2, 4)"})
+    rb.retention.apply()
     rb.close()
     with expstore.open(store_path, sampler=PrioritizedSampler(alpha=1.0, eps=0.0)) as rb:
         assert rb.sql("SELECT count(*) FROM transitions WHERE _priority <> _id").fetchall() == [(0,)]
@@ -410,7 +410,7 @@ def test_it_is_applied_in_the_background(store_path: Path, monkeypatch: pytest.M
     while len(rb) > Rows and time.monotonic() < give_up:
         time.sleep(0.01)
     assert numbers(rb) == [3]
-    thread = rb._retention._thread
+    thread = rb._store.runner._thread
     rb.close()
     assert not thread.is_alive()
 
@@ -419,8 +419,8 @@ def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest
     rb = expstore.open(store_path, retain={"where": "missing > 2"})
     rb.extend(episode(1))
     with caplog.at_level(logging.WARNING, "expstore"):
-        rb._retention.go_round()
-        rb._retention.go_round()
+        rb._store.runner.go_round()
+        rb._store.runner.go_round()
     assert [record.message for record in caplog.records if "missing" in record.message] != []
     assert len([record for record in caplog.records if "given up" in record.message]) == 1
     rb.close()
@@ -429,12 +429,12 @@ def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest
 def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
     expstore.open(store_path, retain=Retain(age="7d", bytes="10 GB")).close()
     with expstore.open(store_path) as rb:
-        assert rb.retained == Retain(bytes=10**10, age=604_800)
+        assert rb.retention.policy == Retain(bytes=10**10, age=604_800)
     with expstore.open(store_path, retain={"bytes": "1MiB"}) as rb:
-        assert rb.retained == Retain(bytes=1 << 20)
+        assert rb.retention.policy == Retain(bytes=1 << 20)
     assert Manifest.load(Disk(), store_path).retain == {"bytes": 1 << 20}
     with expstore.open(store_path, retain=Retain()) as rb:
-        assert rb.retained is None
+        assert rb.retention.policy is None
     assert Manifest.load(Disk(), store_path).retain == {}
     storage = ZarrStorage(store_path.with_name("b.exp"), retain={"age": 5})
     assert storage.manifest.retain == {"age": 5.0}
@@ -464,7 +464,7 @@ def test_where_no_policy_can_be(store_path: Path) -> None:
         expstore.open(store_path, capacity=10, retain={"age": 1})
     with expstore.open(store_path, capacity=10) as rb:
         with pytest.raises(StateError, match="keeps its last 10 rows"):
-            rb.retain({"age": 1})
+            rb.retention.set({"age": 1})
         with pytest.raises(StateError, match="is a ring"):
             rb.storage.retention.delete(np.array([1]))
     with pytest.raises(StateError, match="keeps its last 10 rows"):
@@ -472,7 +472,7 @@ def test_where_no_policy_can_be(store_path: Path) -> None:
     with pytest.raises(ValueError, match="mode='r'"):
         expstore.open(store_path, mode="r", retain={"age": 1})
     with expstore.open(store_path, mode="r") as rb, pytest.raises(StateError, match="only the writer"):
-        rb.retain({"age": 1})
+        rb.retention.set({"age": 1})
 
 
 def test_where_no_holes_can_be_made_rows_leave_all_the_same(
@@ -480,8 +480,8 @@ def test_where_no_holes_can_be_made_rows_leave_all_the_same(
 ) -> None:
     monkeypatch.setattr(File, "punch", lambda self, start, stop: None)
     rb = filled(store_path, 8, layout="flat")
-    rb.retain({"where": "number % 2 = 0"})
-    rb.apply_retention()
+    rb.retention.set({"where": "number % 2 = 0"})
+    rb.retention.apply()
     check_whole(rb, {2, 4, 6, 8}, 8)
     rb.close()
     assert verify(store_path) == []
@@ -499,7 +499,7 @@ def test_the_command(store_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(["retain", str(store_path), "--bytes", "x"]) == 2
     with expstore.open(store_path) as rb:
         check_whole(rb, set(range(5, 11)), 10)
-        assert rb.retained is None
+        assert rb.retention.policy is None
 
 
 # -- many ------------------------------------------------------------------------------------------
@@ -585,18 +585,18 @@ class Kept:
         elif what == "keep":
             self.rows = {n: rows for n, rows in self.rows.items() if n % one != other}
             if rb is not None:
-                rb.retain({"where": f"number % {one} <> {other}"})
-                rb.apply_retention()
+                rb.retention.set({"where": f"number % {one} <> {other}"})
+                rb.retention.apply()
         elif what == "bytes":
             if rb is not None:
-                rb.retain({"bytes": int(one * rb.storage.retention.bytes_per_row()) + 1})
-                rb.apply_retention()
+                rb.retention.set({"bytes": int(one * rb.storage.retention.bytes_per_row()) + 1})
+                rb.retention.apply()
             for oldest in sorted(self.rows):
                 if sum(self.rows.values()) <= one:
                     break
                 del self.rows[oldest]
         elif rb is not None:
-            rb.retain(None)
+            rb.retention.set(None)
             rb.close()
             rb = self.open()
             self.check(rb)
@@ -683,3 +683,47 @@ def test_never_a_row_that_the_policy_keeps_through_kills(
         with kept.open() as rb:
             kept.check(rb)
         assert verify(kept.path) == []
+
+
+# ---------------------------------------------------------------------------------------------------
+# Episodes that are deleted by a condition.
+
+
+def test_episodes_are_deleted_by_a_condition(store_path: Path) -> None:
+    with expstore.open(store_path) as rb:
+        for number in (1, 2, 3, 4):
+            rb.extend(episode(number))
+        rb.extend(episode(5, ends=False))
+        rb.episodes.annotate(1, note="kept")
+        said = rb.episodes.delete("episode_id <> $n", params={"n": 2}, dry_run=True)
+        assert (said.episodes, said.rows) == (3, 3 * Rows)
+        assert len(rb) == 5 * Rows
+        gone = rb.episodes.delete("episode_id <> $n", params={"n": 2})
+        assert (gone.episodes, gone.rows) == (3, 3 * Rows)
+        assert gone.bytes > 0
+        assert numbers(rb) == [2, 5]  # the open episode keeps its rows
+        facts = rb.episodes("live_rows = 0", order_by="episode_id").fetchall()
+        assert [row[0] for row in facts] == [1, 3, 4]
+        assert rb.episodes.delete("episode_id <> 2").episodes == 0  # their rows have left already
+        with pytest.raises(QueryError, match="the columns are"):
+            rb.episodes.delete("no_such_column > 2")
+    with expstore.open(store_path) as rb:
+        assert numbers(rb) == [2, 5]
+    assert verify(store_path) == []
+
+
+def test_stores_that_delete_no_episodes_say_so(store_path: Path) -> None:
+    with expstore.open(store_path, capacity=10 * Rows) as rb:
+        rb.extend(episode(1))
+        for dry_run in (True, False):
+            with pytest.raises(StateError, match="a store with a capacity deletes no episodes"):
+                rb.episodes.delete("true", dry_run=dry_run)
+        with (
+            expstore.open(store_path, mode="r") as follower,
+            pytest.raises(StateError, match="only the writer"),
+        ):
+            follower.episodes.delete("true")
+    memory = expstore.ReplayBuffer(storage=expstore.MemoryStorage(10))
+    memory.extend(episode(1, 5))
+    with pytest.raises(StateError, match="only the writer of a store on disk deletes episodes"):
+        memory.episodes.delete("true")

@@ -203,14 +203,14 @@ def test_anchors_that_have_left_are_drawn_again() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(4), sample_unit=unit, batch_size=2)
     rb.extend(trajectory_rows(1, 9))
     assert unit.select(Selection(np.array([9, 1])), rb.storage) is None
-    drawn = rb._sampler.sample
+    drawn = rb.sampler.sample
     tries = []
 
     def stale(*arguments: Any) -> Selection:
         tries.append(1)
         return Selection(np.array([1, 2])) if len(tries) == 1 else drawn(*arguments)
 
-    rb._sampler.sample = stale  # type: ignore[method-assign]
+    rb.sampler.sample = stale  # type: ignore[method-assign]
     assert (rb.sample()["x"] >= 1005).all()
     assert len(tries) == 2
     assert rb.stats()["redraws"] == 1

@@ -208,10 +208,10 @@ def test_copies_draw_batches_of_their_own(store_path: Path) -> None:
 
     with open_with(store_path, "random") as rb:
         fill(rb)
-        before = rb._generator.get_state()  # type: ignore[union-attr]
+        before = rb._sampling.generator.get_state()  # type: ignore[union-attr]
         with pickle.loads(pickle.dumps(rb)) as copy:
             assert drawn(copy, 3) != drawn(rb, 3)
-        assert not torch.equal(before, rb._generator.get_state())  # type: ignore[union-attr]
+        assert not torch.equal(before, rb._sampling.generator.get_state())  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------------------------------------------

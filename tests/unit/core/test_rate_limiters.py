@@ -280,13 +280,13 @@ import expstore
 from expstore.core.rate_limiters import MinSize
 
 rb = expstore.open(sys.argv[1], batch_size=4, batches={"rate_limiter": MinSize(10)})
-wait = rb._limiter._changed.wait
+wait = rb._sampling._limiter._changed.wait
 
 def waiting(seconds):
     os.kill(os.getpid(), signal.SIGINT)
     return wait(seconds)
 
-rb._limiter._changed.wait = waiting
+rb._sampling._limiter._changed.wait = waiting
 try:
     rb.sample()
 except KeyboardInterrupt:

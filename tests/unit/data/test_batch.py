@@ -258,9 +258,9 @@ def test_nested_dims_come_back_as_from_torchrl(tmp_path: Path, names: tuple[str 
             rb.extend(nested(2))  # the first batch has said it
             rb.dumps(tmp_path / "versions")
             if not names:
-                rb.add_column(("agents", "wide"), fill=0.0)  # a field that lacks the agents' dim
+                rb.columns.add(("agents", "wide"), fill=0.0)  # a field that lacks the agents' dim
                 assert rb.sample()["agents"].batch_size == (4,)
-                rb.drop_column(("agents", "wide"))
+                rb.columns.drop(("agents", "wide"))
         with make() as rb:
             for ours, wanted in ((rb.sample(), theirs.sample()), (rb[:6], theirs[:]), (rb[0], theirs[0])):
                 assert dims(ours) == dims(wanted)

@@ -175,7 +175,7 @@ def test_indices_that_are_there(storage: Storage) -> None:
             with pytest.raises(IndexError):
                 rb[wrong]
         rb.empty(empty_write_count=False)
-        with pytest.raises(ValueError, match="empty_write_count=True means nothing here"):
+        with pytest.raises(ValueError, match="empty_write_count=True is not supported"):
             rb.empty(empty_write_count=True)
 
 

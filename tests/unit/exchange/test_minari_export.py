@@ -59,7 +59,7 @@ def make(path: Path, **settings: Any) -> expstore.TensorDictReplayBuffer:
     rb = expstore.open(path, seed=0, **settings)
     for first in range(0, 60, 20):
         rb.extend(torch.stack([rows(first, 20), rows(first + 900, 20, every=14)]))
-    rb.annotate(2, seed=7, note="ä")
+    rb.episodes.annotate(2, seed=7, note="ä")
     return rb
 
 

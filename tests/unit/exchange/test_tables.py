@@ -137,7 +137,7 @@ def test_a_file_has_whole_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         for first in range(0, 60, 4):
             lanes = torch.stack([typed_rows(4, first + 1000 * lane, every=9 + lane) for lane in range(3)])
             rb.extend(lanes, source="robot")
-        rb.annotate(2, success=True, note='a "b"')
+        rb.episodes.annotate(2, success=True, note='a "b"')
         export_parquet(rb, tmp_path / "out")
         ranges = []
         for path in sorted((tmp_path / "out/rows").iterdir()):

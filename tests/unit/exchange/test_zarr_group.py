@@ -206,7 +206,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
     with typed_buffer(store, 60) as rb:
         rb.dumps(versions)
         rb.extend(typed_rows(30, 60))
-        rb.tag("best")
+        rb.snapshots.tag("best")
         rb.extend(typed_rows(30, 90))
         code, out, err = cli("export", store, tmp_path / "all.zarr", "--zarr")
         assert (code, err.count("\n")) == (0, 1)

@@ -228,7 +228,7 @@ def fill(path: Path, capacity: int | None, layout: str, **more: Any) -> None:
         for first in range(0, 120, 15):
             rb.extend(batch(15, first, step=first), source="arm" if first % 2 else None)
             if first == 30:
-                rb.tag("early")
+                rb.snapshots.tag("early")
         rb.update_priority(id=[100, 101, 119], priority=[3.0, 0.25, 9.0])
         rb.sql("SELECT 1")
         for _ in range(3):

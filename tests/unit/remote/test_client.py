@@ -359,7 +359,13 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb[0],
         lambda rb: rb.__setitem__(0, 1),
         lambda rb: rb.append_transform(len),
-        lambda rb: rb.add_column("return", fill=0.0),
+        lambda rb: rb.columns.add("return", fill=0.0),
+        lambda rb: rb.columns.drop("return"),
+        lambda rb: rb.retention.set({"age": "7d"}),
+        lambda rb: rb.retention.policy,
+        lambda rb: rb.retention.apply(dry_run=True),
+        lambda rb: rb.episodes.annotate(1, good=True),
+        lambda rb: rb.episodes.delete("true"),
         lambda rb: rb.storage,
         lambda rb: rb.set_sampler(None),
         lambda rb: rb.state_dict(),
@@ -614,15 +620,16 @@ def test_questions(server: Serving, name: str) -> None:
 def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(5))
-        made = rb.tag("five")
+        made = rb.snapshots.tag("five")
         assert (made.number, made.tag, made.rows) == (1, "five", 5)
         rb.extend(batch_of(3))
         assert rb.dumps().rows == 8
-        assert [version.tag for version in rb.versions()] == ["five", None]
+        assert [version.tag for version in rb.snapshots.list()] == ["five", None]
         with pytest.raises(SnapshotError):
-            rb.tag("five")
-        rb.loads(version="five")
+            rb.snapshots.tag("five")
+        rb.snapshots.restore(version="five")
         assert len(rb) == 5
+        assert rb.snapshots.create().rows == 5
         with pytest.raises(RemoteError, match="path"):
             rb.dumps("elsewhere")  # type: ignore[arg-type]
         rb.extend(batch_of(4))
@@ -637,7 +644,7 @@ def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str
             proxy.cut()
             with pytest.raises(RemoteError):
                 rb.dumps()
-            assert len(rb.versions()) == 1
+            assert len(rb.snapshots.list()) == 1
 
 
 def test_tokens(tmp_path: Path) -> None:

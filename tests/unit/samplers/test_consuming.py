@@ -207,7 +207,7 @@ def test_counting_begins_while_the_newest_rows_are_in_memory(capacity: int | Non
         rb.storage.settings.count_sampled()
         rb.flush()
     assert verify(path) == []
-    with expstore.open(path, consume_after_n_samples=1, batch_size=5) as rb:
+    with expstore.open(path, sampler=expstore.ConsumingSampler(1), batch_size=5) as rb:
         assert rb.sample()["number"].sort().values.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -541,7 +541,11 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
 def test_versions_carry_the_counts(capacity: int | None, how: str, tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=capacity) as rb:
         live(rb)
-        made = rb.dumps(tmp_path / "versions") if how == "dumps" else rb.tag("best", tmp_path / "versions")
+        made = (
+            rb.dumps(tmp_path / "versions")
+            if how == "dumps"
+            else rb.snapshots.tag("best", tmp_path / "versions")
+        )
         kept = list(counts(rb).values())
         expected = numbers(rb, 30)
         again = rb.dumps(tmp_path / "versions")

@@ -856,7 +856,7 @@ def test_what_is_known_of_episodes_is_what_sql_says(
         if asked:
             rb.sql("SELECT 1")  # now the index has it all
         if step == 3:
-            rb.annotate(2, note="late")
+            rb.episodes.annotate(2, note="late")
         catalog = rb.storage.index.catalog
         assert catalog is not None
         episodes = np.arange(1, rb.storage.episodes.next_episode)
@@ -872,11 +872,11 @@ def test_notes_about_episodes_decide_after_a_refresh(make: Callable[..., TensorD
     rb.extend(rows(30))
     with pytest.raises(NotReadyError):
         rb.sample()
-    rb.annotate(2, good=True)
+    rb.episodes.annotate(2, good=True)
     rb.refresh()
     assert set(counted(rb, 2000)[0].tolist()) == set(range(10, 20))
-    rb.annotate(2, good=False)
-    rb.annotate(1, good=True)
+    rb.episodes.annotate(2, good=False)
+    rb.episodes.annotate(1, good=True)
     rb.refresh()
     assert set(counted(rb, 2000)[0].tolist()) == set(range(10))
     rb.close()

@@ -172,13 +172,13 @@ def test_alpha_beta_and_dtype() -> None:
     rb = buffer(MemoryStorage(4), dtype=torch.float64)
     rb.extend(numbered_rows(4))
     rb.update_priority([0, 1, 2, 3], [1.0, 2.0, 3.0, 4.0])
-    sampler: Any = rb._sampler
+    sampler: Any = rb.sampler
     sampler.alpha, sampler.beta = 0.0, 1.0
     batch = rb.sample(20_000)
     assert batch["priority_weight"].dtype == torch.float64
     assert (batch["priority_weight"] == 1).all()
     assert np.abs(z_scores(np.bincount(batch["number"].numpy()), np.full(4, 0.25))).max() < 5
-    sampler.load_state_dict(buffer(MemoryStorage(1))._sampler.state_dict())
+    sampler.load_state_dict(buffer(MemoryStorage(1)).sampler.state_dict())
     expect_law(rb, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
 
 
@@ -288,7 +288,7 @@ def test_threads_sample_while_one_writes_and_sets() -> None:
     priorities = rb.storage.priorities.values[
         rb.storage.geometry.slot_of(np.arange(1, 2001) + rb.storage.window.low)
     ]
-    sampler: Any = rb._sampler
+    sampler: Any = rb.sampler
     rb.sample()
     assert sampler._weights.tree.total == pytest.approx(
         ((priorities.astype(np.float64) + EPS) ** ALPHA).sum()
@@ -321,7 +321,7 @@ def test_versions_keep_alpha_and_beta(tmp_path: Path) -> None:
         rb.update_priority(id=np.arange(1, 51), priority=np.arange(1.0, 51.0))
         rb.sampler.beta, rb.sampler.alpha = 0.9, 0.5  # as a schedule does
         rb.dumps(tmp_path / "versions")
-        rb.tag("here")
+        rb.snapshots.tag("here")
         wanted = rb.sample(8)
     for path in (tmp_path / "versions", tmp_path / "a.exp"):
         sampler = PrioritizedSampler(alpha=0.7, beta=0.4)

@@ -205,6 +205,6 @@ def test_state_dict_goes_to_another_sampler() -> None:
         rb.extend(numbered_rows(20))
         rb.sample()
     one.sample()
-    samplers: list[Any] = [one._sampler, other._sampler]
+    samplers: list[Any] = [one.sampler, other.sampler]
     samplers[1].load_state_dict(samplers[0].state_dict())
     assert one.sample()["number"].tolist() == other.sample()["number"].tolist()

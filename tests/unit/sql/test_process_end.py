@@ -51,7 +51,7 @@ ram = expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(10))
 ram.extend(rows[:5])
 assert len(ram.sql("SELECT a FROM transitions")) == 5
 """,
-    "retention": "rb.retain({'where': 'a > 7'}); rb.apply_retention()",
+    "retention": "rb.retention.set({'where': 'a > 7'}); rb.retention.apply()",
     "a thread": "t = threading.Thread(target=lambda: rb.sql('SELECT * FROM transitions')); t.start()",
 }
 

@@ -438,8 +438,8 @@ def test_versions_share_finished_segments(tmp_path: Path, tiny: None) -> None:
     assert second.new_bytes < first.new_bytes * 3
     for version, rows in ((first, 240), (second, 260)):
         with expstore.open(version.path, mode="r") as rb:
-            assert rb._storage.last == rows
-            check(rb._storage, np.arange(1, rows + 1))
+            assert rb.storage.last == rows
+            check(rb.storage, np.arange(1, rows + 1))
     put(storage, 100)
     storage.loads(tmp_path / "versions", version=1)
     numbers = np.arange(1, 241)
@@ -487,10 +487,10 @@ def test_stores_of_the_best_rows_keep_no_such_fields(tmp_path: Path) -> None:
 def test_a_store_is_opened_as_what_it_was_made(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with expstore.open(path, layout=expstore.Layout(kind="arrow", compression="zstd"), schema=SCHEMA) as rb:
-        assert isinstance(rb._storage, ArrowStorage)
+        assert isinstance(rb.storage, ArrowStorage)
     with expstore.open(path) as rb:
-        assert isinstance(rb._storage, ArrowStorage)
-        assert rb._storage.manifest.compression == "zstd"
+        assert isinstance(rb.storage, ArrowStorage)
+        assert rb.storage.manifest.compression == "zstd"
     with pytest.raises(StateError, match="kind='arrow', opened with kind='zarr'"):
         expstore.open(path, layout="zarr")
     with pytest.raises(StateError, match="compression='zstd', opened with compression='lz4'"):
@@ -502,7 +502,7 @@ def test_a_store_is_opened_as_what_it_was_made(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="compression"):
         expstore.open(tmp_path / "d.exp", layout=expstore.Layout(kind="zarr", compression="lz4"))
     with expstore.open(path, mode="w") as rb:
-        assert type(rb._storage) is ZarrStorage
+        assert type(rb.storage) is ZarrStorage
 
 
 def test_a_lost_segment_is_damage(tmp_path: Path, tiny: None) -> None:
@@ -665,7 +665,7 @@ def test_sql_sees_widened_values(tmp_path: Path) -> None:
         tmp_path / "a.exp", layout=expstore.Layout(kind="arrow", compression="narrow"), schema=TOKENS
     ) as rb:
         for values in ([200, 100], [-5, 1 << 30]):
-            put_tokens(rb._storage, [values] * 40)  # type: ignore[arg-type]
+            put_tokens(rb.storage, [values] * 40)  # type: ignore[arg-type]
         query = (
             "SELECT any_value(typeof(tokens)), max(list_max(tokens)), min(list_min(tokens)) FROM transitions"
         )

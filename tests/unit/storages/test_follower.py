@@ -88,7 +88,7 @@ def test_sql_waits_for_a_pause_of_the_writer(
 
         def change_under_it(self: Catalog, *given: Any) -> Any:
             found = answer(self, *given)
-            if self is follower._catalog:
+            if self is follower._store.catalog:
                 asked.append(found)
                 if len(asked) < 8:
                     rb[0] = rows(1, 1000 + len(asked))[0]

@@ -116,9 +116,9 @@ def test_a_follower_keeps_no_file_of_columns_before(store_path: Path, kind: str)
     with expstore.open(store_path) as rb, expstore.open(store_path, mode="r") as follower:
         counts = []
         for turn in range(4):
-            rb.add_column(f"more{turn}", fill=turn)
+            rb.columns.add(f"more{turn}", fill=turn)
             assert follower[29][f"more{turn}"] == turn
-            rb.drop_column(f"more{turn}")
+            rb.columns.drop(f"more{turn}")
             assert f"more{turn}" not in follower[29].keys()  # noqa: SIM118
             counts.append(open_files())
     check_constant(counts)

@@ -201,7 +201,7 @@ def test_every_batch_is_looked_around(name: str, prefetch: int) -> None:
     at: dict[int, int] | None = None
     for _ in range(6):
         at = interleaved(rb, 9, at)
-        rb._forget_ahead()  # what was made before these rows came has seen what was there then
+        rb._sampling.drop_prefetched()  # what was made before these rows came has seen what was there then
         for _ in range(2):
             check(rb.sample(), held(rb))
 

@@ -316,7 +316,7 @@ def test_batches_made_ahead_by_another_number_are_made_anew() -> None:
 
     def sample() -> Any:
         batch = rb.sample()
-        for _, ahead in rb._ahead._queue:
+        for _, ahead in rb._sampling._prefetcher._queue:
             ahead.result()  # the next ones are made
         return batch
 

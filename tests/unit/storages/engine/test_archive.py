@@ -296,7 +296,7 @@ def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_what_is_deleted_or_loaded_over_does_not_go_there(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 150, archive=tmp_path / "old.exp") as rb:
-        rb.tag("before")
+        rb.snapshots.tag("before")
         rb.empty()
         assert ids_in(rb) == list(range(1, 91))
         more_rows(rb, 181, 70)
@@ -467,9 +467,9 @@ def test_what_an_archive_cannot_follow_is_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with filled(path, 100, archive=old) as rb:
         with pytest.raises(StateError, match="would come or go"):
-            rb.add_column("more", fill=1)
+            rb.columns.add("more", fill=1)
         with pytest.raises(StateError, match="would come or go"):
-            rb.drop_column("frame")
+            rb.columns.drop("frame")
     best = TensorDictMaxValueWriter("score")
     batch = TensorDict({"score": torch.rand(8)}, [8])
     with expstore.open(tmp_path / "best.exp", capacity=60, writer=best, archive=tmp_path / "x.exp") as rb:

@@ -247,12 +247,12 @@ def test_a_field_that_shares_can_go_and_one_that_lends_stays(tmp_path: Path) -> 
     with buffer(path) as rb:
         extend_all(rb, *ROWS.parts(75))
         with pytest.raises(SchemaError, match=r"'frame' are kept with those of 'next\.frame'"):
-            rb.drop_column(("next", "frame"))
-        rb.add_column("more", fill=7, dtype="int64")
+            rb.columns.drop(("next", "frame"))
+        rb.columns.add("more", fill=7, dtype="int64")
         assert numbers_in(rb) == list(range(15, 75))
         rb.extend(batch(75, 5).set("more", torch.zeros(5, dtype=torch.int64)))
         assert numbers_in(rb) == list(range(20, 80))
-        rb.drop_column("frame")
+        rb.columns.drop("frame")
         assert torch.equal(rb[:]["next", "frame"], half_noise_frames(after(rb[:]["number"])))
     assert verify(path) == []
     with buffer(path) as rb:

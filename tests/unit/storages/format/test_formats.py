@@ -17,7 +17,7 @@ import torch
 from tensordict import TensorDict
 
 import expstore
-from expstore.buffers import idempotency
+from expstore.buffers import ingest
 from expstore.buffers.rng import Draws
 from expstore.disk.files import Disk
 from expstore.errors import MigrationError
@@ -124,7 +124,7 @@ def test_its_version_is_loaded(store: tuple[Path, int]) -> None:
     with expstore.open(folder / "run.exp", batch_size=8) as rb:
         rb.loads(folder / "run.exp", "tagged")
         check(rb[:], TAGGED - CAPACITY, TAGGED, late=False)
-        rb.add_column("more", sql="action + 1")
+        rb.columns.add("more", sql="action + 1")
         assert (rb["more"] == rb["action"] + 1).all()
     assert verify(folder / "run.exp") == []
     with expstore.open(folder / "run.exp", version="tagged") as rb:
@@ -135,7 +135,7 @@ def test_its_idempotency_keys_are_known(store: tuple[Path, int], monkeypatch: py
     """Within a day of the time at which they were written, which is long ago for a fixture."""
     folder, _ = store
     written = int(Manifest.load(Disk(), folder / "run.exp").created * 1e6)
-    for module in (idempotency, opening):
+    for module in (ingest, opening):
         monkeypatch.setattr(module, "now_us", lambda: written + 60_000_000)
     for name in ("run.exp", "killed.exp"):
         with expstore.open(folder / name) as rb:

@@ -166,8 +166,8 @@ def test_a_memory_storage_has_versions(place: Path, make_batch: Make) -> None:
     assert same(rows_of(expstore.open(place, mode="r")), rows_of(rb))
     assert priorities(expstore.open(place, mode="r")) == priorities(rb)
     with pytest.raises(StateError, match="no folder"):
-        rb.tag("best")
-    assert rb.tag("best", place).number == 3
+        rb.snapshots.tag("best")
+    assert rb.snapshots.tag("best", place).number == 3
 
 
 # -- what a version shares -------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
     with expstore.open(store_path) as rb:
         for count in (3, 4, 5):
             rb.extend(make_batch(count, episode_length=2))
-            rb.dumps(place) if count != 4 else rb.tag("best", place)
+            rb.dumps(place) if count != 4 else rb.snapshots.tag("best", place)
     found = expstore.versions(place)
     assert [(v.number, v.tag, v.rows) for v in found] == [(1, None, 3), (2, "best", 7), (3, None, 12)]
     assert all(v.disk_bytes > 0 and v.new_bytes > 0 and v.time > 1.6e9 for v in found)
@@ -294,13 +294,13 @@ def test_versions_are_listed_and_found(store_path: Path, place: Path, make_batch
 def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Make) -> None:
     with expstore.open(store_path, capacity=50, batch_size=4) as rb:
         rb.extend(make_batch(10))
-        rb.tag("start")
+        rb.snapshots.tag("start")
         rb.extend(make_batch(30, start=10))
         with pytest.raises(SnapshotError, match="'start' already"):
-            rb.tag("start")
+            rb.snapshots.tag("start")
         for name in ("7", "v3", "", "a/b", "..", "a" * 101):
             with pytest.raises(SnapshotError, match="no name"):
-                rb.tag(name)
+                rb.snapshots.tag(name)
         assert [v.tag for v in expstore.versions(store_path)] == ["start"]
     with expstore.open(store_path) as rb:  # versions/ is no foreign folder
         assert len(rb) == 40
@@ -313,11 +313,11 @@ def test_a_store_keeps_its_own_tagged_versions(store_path: Path, make_batch: Mak
 def test_so_many_are_kept_and_tagged_ones_always(store_path: Path, place: Path, make_batch: Make) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(make_batch(3))
-        rb.tag("first", place)
+        rb.snapshots.tag("first", place)
         for _ in range(4):
             rb.dumps(place, keep=2)
         assert [v.number for v in expstore.versions(place)] == [1, 4, 5]
-        rb.tag("last", place)
+        rb.snapshots.tag("last", place)
         rb.dumps(place, keep=1)
         assert [v.number for v in expstore.versions(place)] == [1, 6, 7]
         with pytest.raises(ValueError, match="keep"):

@@ -250,7 +250,7 @@ def test_a_version_comes_back_into_memory(tmp_path: Path, place: Path) -> None:
 def test_a_tag_keeps_packed_rows(tmp_path: Path) -> None:
     with make(tmp_path / "store", 40) as rb:
         rb.extend(rows(67))
-        rb.tag("early")
+        rb.snapshots.tag("early")
         rb.extend(rows(100, 67))
     with expstore.open(tmp_path / "store", mode="r", version="early") as old:
         assert holds(old, 27, 40)

@@ -1,7 +1,7 @@
-"""Fields that come and go while a buffer is at work: `add_column`, `drop_column`.
+"""Add and drop fields of a buffer that is in use: `rb.columns`.
 
-Buffers are built on it. It finds out what a field is and how its values are computed; how they get to the
-disk is the storage's business. It never draws.
+The code here finds out what a field is and how its values are computed; how they get to the disk is up to the
+storage.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.buffers.domain_checks import row_text, specs_of
-from expstore.buffers.indexing import ShapingHandle
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.updates import as_field
 from expstore.core.values import Array, IntArray, Key, key_name, to_key
 from expstore.data.containers import form_of
@@ -33,25 +34,36 @@ from expstore.storages.read_view import ReadView, unmoved
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs
 
-__all__ = ["LateFields"]
+__all__ = ["Columns"]
 
-#: Stands where nothing was given, as None has a meaning.
+#: Marks an argument that was not given: None has a meaning.
 _NOTHING: Any = object()
-#: So many bytes of rows are handed to a function at a time, and so many rows at most.
+#: Most bytes, and most rows, that a function gets at a time.
 _BYTES, _ROWS = 64 << 20, 4096
 
 Function = Callable[[TensorDictBase], Any]
 
 
-class LateFields(ShapingHandle):
-    """Let the rows of a buffer have other fields.
+class Columns:
+    """Change which fields the rows of a buffer have.
 
-    Threads: others add and sample meanwhile; they wait for the end of it. Processes: only the one that writes
-    may do so; those that follow see other fields with their next look. Crashes: a field is there whole or
-    not at all.
+    Threads: others append and sample meanwhile; they wait for the end of it. Processes: only the one that
+    writes may do so; followers see the fields of the moment. Crashes: a field is there whole or not at all.
+
+    Args:
+        store: Whose fields are changed.
+        sampling: Whose parts may need a field.
+
+    Example:
+        >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
+        >>> rb.columns.drop("advantage")
     """
 
-    def add_column(
+    def __init__(self, store: StoreHandle, sampling: Sampling) -> None:
+        self._store = store
+        self._sampling = sampling
+
+    def add(
         self,
         name: str | tuple[str, ...],
         *,
@@ -64,39 +76,40 @@ class LateFields(ShapingHandle):
         spec: TensorSpec | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Give rows one more field, those that are there and later ones; on the disk when this returns.
+        """Add a field to all rows, stored and later ones. It is on the disk when this returns.
 
-        Values of the rows that are there are computed beside what goes on; who adds rows waits only while the
-        last ones get theirs. Other fields are neither read, unless values follow from them, nor written to.
-        The field lies flat, and behind the others.
+        Values of stored rows are computed while other threads append and sample; appends wait only while the
+        last rows get their values. Other fields are not written to, and are read only to compute values. The
+        field has the flat layout, and is the last one of the schema.
 
         Args:
-            name: Which field; a tuple for one inside a group.
-            fill: The value of all rows that are there: a number, or a tensor of the row's shape.
-            function: Or what computes it: it gets a TensorDict of up to 4096 rows as they are stored, with
-                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It only reads, and may
-                be given rows more than once.
-            sql: Or an SQL expression over a row and its episode, as `where=` of samplers takes it.
-            dtype: Of the field, torch's, NumPy's or a name; None: as `spec`, or the values, have it.
-            shape: Of a row's value; None: as `spec`, or the values, have it.
-            default: What later rows have that come without the field; None: they must have it. By default
-                `fill`, and None with the others.
-            spec: What values it may have; needed where the buffer has `specs`.
-            progress: Is told how many rows have their value, and of how many.
+            name: The field; a tuple for one inside a group.
+            fill: The value of all stored rows: a number, or a tensor of the row's shape.
+            function: Computes the values: it takes a TensorDict of up to 4096 rows as they are stored, with
+                `index` and `id`, and returns a tensor or array of shape `(n, *shape)`. It must only read, and
+                may be called more than once with a row.
+            sql: An SQL expression over a row and its episode, as `where=` of samplers takes it. One of
+                `fill`, `function` and `sql` is given.
+            dtype: Dtype of torch or NumPy, or its name; None: that of `spec` or of the values.
+            shape: Shape of a row's value; None: that of `spec` or of the values.
+            default: The value of later rows that lack the field; None: they are refused. By default `fill`,
+                and None with `function` and `sql`.
+            spec: What values the field may have; needed if the buffer has `specs`.
+            progress: Called with the number of rows that have their value, and with that of all rows.
 
         Raises:
-            SchemaError: There is such a field, it cannot be one, or values do not fit; nothing was changed.
+            SchemaError: The field exists, it cannot be a field, or values do not fit; nothing was changed.
             QueryError: `sql` is not one expression over a row and its episode, or cannot be computed.
-            StateError: No rows have come yet, rows are objects, or the store cannot be written.
+            StateError: The store has no rows yet, rows are objects, or the store cannot be written.
             StorageError: The disk failed.
 
         Example:
-            >>> rb.add_column("advantage", sql="reward - 0.5", dtype=torch.float32)
-            >>> rb.add_column(("next", "value"), fill=0.0)
+            >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
+            >>> rb.columns.add(("next", "value"), fill=0.0)
         """
-        storage, key = self._storage, to_key(name)
+        storage, key = self._store.storage, to_key(name)
         if (fill is not _NOTHING) + (function is not None) + (sql is not None) != 1:
-            raise TypeError("add_column takes one of fill=, function= and sql=")
+            raise TypeError("columns.add() takes one of fill=, function= and sql=")
         fields = _fields_of(storage)
         storage.require_schema()
         kind = None if dtype is None else _dtype_name(dtype)
@@ -106,9 +119,9 @@ class LateFields(ShapingHandle):
             form = tuple(spec.shape) if form is None else form
         compute: _Values | None = None
         if function is not None:
-            compute = _ByFunction(self, function)
+            compute = _ByFunction(storage, function)
         elif sql is not None:
-            compute = _ByFormula(storage, self._catalog, sql)
+            compute = _ByFormula(storage, self._store.catalog, sql)
         entry = _entry_of(storage, key, kind, form, fill if compute is None else compute)
         check_coming(storage, entry)
         value = None if compute is not None else _value_of(entry, fill)
@@ -124,17 +137,17 @@ class LateFields(ShapingHandle):
                 fill=value,
                 compute=None if compute is None else compute.of(entry),
                 rows=rows,
-                specs=self._specs_with(entry, spec),
+                specs=_specs_with(storage, entry, spec),
                 progress=progress,
             )
         )
-        self._forget_ahead()
+        self._sampling.drop_prefetched()
 
-    def drop_column(self, name: str | tuple[str, ...]) -> None:
-        """Take a field away from all rows; on the disk when this returns. Its file goes, others stay.
+    def drop(self, name: str | tuple[str, ...]) -> None:
+        """Drop a field of all rows. It is gone from the disk when this returns; other files are unchanged.
 
         Args:
-            name: Which field; a tuple for one inside a group.
+            name: The field; a tuple for one inside a group.
 
         Raises:
             SchemaError: There is no such field, it is the only one, or something needs it: episodes, the
@@ -143,12 +156,12 @@ class LateFields(ShapingHandle):
             StorageError: The disk failed; the store must be opened again.
 
         Example:
-            >>> rb.drop_column("advantage")
+            >>> rb.columns.drop("advantage")
         """
-        storage, key = self._storage, to_key(name)
+        storage, key = self._store.storage, to_key(name)
         fields = _fields_of(storage)
         check_going(storage, key)
-        for who in self._users_of(key):
+        for who in self._sampling.users_of(key):
             raise SchemaError(
                 f"field {key_name(key)!r} has to stay: {who} needs it", hint="set another one first"
             )
@@ -156,44 +169,34 @@ class LateFields(ShapingHandle):
         if specs is not None and key in leaves_of(text):
             text = _without(specs, key)
         fields.drop(key, text)
-        self._forget_ahead()
+        self._sampling.drop_prefetched()
 
-    def _stored(self, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
-        """Return those of some rows that are still there, as they are stored, with `index` and `id`."""
-        storage = self._storage
-        found, columns = read_present(storage, ids)
-        index = torch.from_numpy(storage.geometry.index_of(found))
-        root = {"index": index, "id": torch.from_numpy(found)}
-        return found, form_of(storage).build(columns, (found.size,), root)
 
-    def _users_of(self, key: Key) -> list[str]:
-        """Say which parts of the buffer read a field."""
-        users = []
-        sampler = self._sampler
-        if sampler.filter is not None and key in sampler.filter.fields(self._storage):
-            users.append(f"the sampler's filter ({sampler.filter})")
-        if key in sampler.reads:
-            users.append(f"the sampler ({sampler!r})")
-        return users
+def _stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
+    """Return the rows that are still there, as they are stored, with `index` and `id`."""
+    found, columns = read_present(storage, ids)
+    index = torch.from_numpy(storage.geometry.index_of(found))
+    root = {"index": index, "id": torch.from_numpy(found)}
+    return found, form_of(storage).build(columns, (found.size,), root)
 
-    def _specs_with(self, entry: Field, spec: TensorSpec | None) -> str:
-        """Return the text of the specs with that of one more field."""
-        storage = self._storage
-        text = storage.settings.specs()
-        if spec is None:
-            if text:
-                raise SchemaError(
-                    f"the store has specs, and none for {key_name(entry.key)!r}",
-                    hint="give spec=, or set_specs(None) first",
-                )
-            return text
-        if not isinstance(spec, TensorSpec):
-            raise TypeError(f"spec is a {type(spec).__name__}; give a spec of expstore")
-        specs = specs_of(storage) or Composite()
-        specs[entry.key if len(entry.key) > 1 else entry.key[0]] = spec
-        text = row_text(specs)
-        check_specs(text, storage.require_schema().grown(entry, None))
+
+def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str:
+    """Return the text of the specs with that of one more field."""
+    text = storage.settings.specs()
+    if spec is None:
+        if text:
+            raise SchemaError(
+                f"the store has specs, and none for {key_name(entry.key)!r}",
+                hint="give spec=, or set_specs(None) first",
+            )
         return text
+    if not isinstance(spec, TensorSpec):
+        raise TypeError(f"spec is a {type(spec).__name__}; give a spec of expstore")
+    specs = specs_of(storage) or Composite()
+    specs[entry.key if len(entry.key) > 1 else entry.key[0]] = spec
+    text = row_text(specs)
+    check_specs(text, storage.require_schema().grown(entry, None))
+    return text
 
 
 def _without(specs: Composite, key: Key) -> str:
@@ -208,14 +211,14 @@ def _dtype_name(dtype: Any) -> str:
     if name is None:
         name = dtype if isinstance(dtype, str) else str(np.dtype(dtype))
     if name not in DTYPES:
-        raise SchemaError(f"dtype {dtype!r} is none of a field", hint="supported are " + ", ".join(DTYPES))
+        raise SchemaError(f"a field cannot have dtype {dtype!r}", hint="supported are " + ", ".join(DTYPES))
     return name
 
 
 def _entry_of(
     storage: ReadView, key: Key, dtype: str | None, shape: tuple[int, ...] | None, given: Any
 ) -> Field:
-    """Return the field, asking values what is not said."""
+    """Return the field; what the caller did not say is taken from the values."""
     if isinstance(given, _Values):
         if dtype is not None and shape is not None:
             return Field(key, dtype, shape)
@@ -233,7 +236,7 @@ def _entry_of(
     return Field(key, dtype or _name_of(value), tuple(value.shape) if shape is None else shape)
 
 
-#: So many rows are looked at to learn what their values are.
+#: How many rows are read to find the dtype and shape of values.
 _FEW = 8
 
 
@@ -248,12 +251,12 @@ def _value_of(entry: Field, value: Any) -> Array:
         return np.array(np.broadcast_to(array, entry.shape), entry.numpy_dtype)
     except ValueError as exc:
         raise SchemaError(
-            f"field {key_name(entry.key)!r}: a value of shape {list(array.shape)} is none of {entry}"
+            f"field {key_name(entry.key)!r}: a value of shape {list(array.shape)} does not fit {entry}"
         ) from exc
 
 
 class _Values:
-    """Compute the values of rows. `ask` returns those of rows that are there: ids, and an array or tensor."""
+    """Compute the values of rows. `ask` returns the ids of rows that are still there, and their values."""
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
         raise NotImplementedError
@@ -283,12 +286,11 @@ class _Values:
 
 
 class _ByFunction(_Values):
-    def __init__(self, handle: LateFields, function: Function) -> None:
-        self._handle, self._function = handle, function
+    def __init__(self, storage: ReadView, function: Function) -> None:
+        self._storage, self._function = storage, function
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
-        handle = self._handle
-        found, batch = unmoved(handle._storage, lambda: handle._stored(ids))
+        found, batch = unmoved(self._storage, lambda: _stored(self._storage, ids))
         if not found.size:
             return found, np.empty(0)
         values = self._function(batch)

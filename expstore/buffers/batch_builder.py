@@ -1,0 +1,297 @@
+"""Columns into what users get: put together, collated, transformed, and moved to their device.
+
+Sampling and reading by index use it. It chooses no rows and reads none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, TensorDictBase, is_tensor_collection, lazy_stack
+from torch.utils._pytree import tree_map_only
+
+from expstore.buffers.row_styles import RowStyle
+from expstore.buffers.store_handle import StorePart
+from expstore.core.values import Array, Key, Selection
+from expstore.data.containers import Form, form_of, stack
+from expstore.data.nested_rows import take_rows
+from expstore.data.to_arrays import put_entry, to_arrays
+from expstore.schema.row_selection import in_shape
+from expstore.storages.read_view import ReadView
+from expstore.transforms import Compose, StepView
+
+__all__ = ["BatchBuilder", "Finisher", "along", "to_array"]
+
+_Placed = TypeVar("_Placed")
+
+
+class Finisher(Protocol):
+    """Change a batch after everything else was done to it."""
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch that the user gets."""
+
+
+class BatchBuilder(StorePart):
+    """Build batches out of columns.
+
+    Threads: any number may build batches.
+
+    Args:
+        style: What batches say of their rows.
+        transform: What is done to batches.
+        collate_fn: Makes a batch of what the storage gives; None: objects are stacked where that can be done.
+        device: Where batches are handed out; None: where the storage says.
+        pin_memory: Hand them out in pinned memory.
+        metadata: What batches carry as `metadata`; None: nothing.
+    """
+
+    def __init__(
+        self,
+        style: RowStyle,
+        transform: Compose,
+        *,
+        collate_fn: Callable[[Any], Any] | None,
+        device: torch.device | str | None,
+        pin_memory: bool,
+        metadata: Any = None,
+    ) -> None:
+        self._style = style
+        #: The chain of transforms; the ingest uses the same object.
+        self.transform = transform
+        self._collate_fn = collate_fn
+        self._asked_device = None if device is None else torch.device(device)
+        self._pin_memory = pin_memory
+        self._metadata = metadata
+        self._generations = False
+        self._finishers: tuple[Finisher, ...] = ()
+        self._form: tuple[int, Form] | None = None  # the epoch of the fields, and how rows are put together
+
+    def attach(self, storage: ReadView) -> None:
+        """Drop what is known of the fields."""
+        self._form = None
+
+    def leave_parent(self) -> None:
+        """Drop what is known of the fields."""
+        self._form = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return vars(self) | {"_form": None}
+
+    def set_collate(self, collate_fn: Callable[[Any], Any] | None) -> None:
+        """Collate by another function from now on; None: by default."""
+        self._collate_fn = collate_fn
+
+    def label_generations(self, wanted: bool) -> None:
+        """Set whether batches carry `index_generation`, which depends on the buffer's writer."""
+        self._generations = wanted
+
+    def add_finisher(self, finisher: Finisher) -> None:
+        """Change all batches in one more way, after the others."""
+        self._finishers = (*self._finishers, finisher)
+
+    # -- batches ---------------------------------------------------------------------------------
+
+    def of_sample(
+        self,
+        storage: ReadView,
+        rows: Selection,
+        columns: list[Array],
+        view: StepView | None,
+        numbers: np.random.Generator | None,
+        *,
+        as_numpy: bool,
+    ) -> Any:
+        """Return the batch of a draw.
+
+        Args:
+            storage: What holds the rows.
+            rows: Which rows it has, and what is said of each.
+            columns: Their values. Shapes `(n, *row shape)`.
+            view: What step transforms have seen; None: the chain has no step transform.
+            numbers: The random numbers of the transforms; None: none draws.
+            as_numpy: Return nested dicts of arrays.
+        """
+        root = self._style.root(storage.geometry, rows, generations=self._generations)
+        more = None
+        if rows.marks or rows.info:
+            more = self._style.mark(rows, storage.require_schema(), columns)
+        build = self._build_arrays if as_numpy else self.build
+        return build(storage, columns, (rows.ids.size,), root, more, view, numbers)
+
+    def of_rows(self, storage: ReadView, rows: Selection, columns: list[Array], view: StepView | None) -> Any:
+        """Return rows that were asked for by id, with what samples say of each."""
+        root = self._style.root(storage.geometry, rows, generations=self._generations)
+        return self.build(storage, columns, (rows.ids.size,), root, view=view)
+
+    def build(
+        self,
+        storage: ReadView,
+        columns: Sequence[Array],
+        size: tuple[int, ...],
+        arrays: dict[str, Array],
+        more: dict[Key, Array] | None = None,
+        view: StepView | None = None,
+        numbers: np.random.Generator | None = None,
+    ) -> Any:
+        """Return rows as users get them.
+
+        Args:
+            storage: What holds the rows.
+            columns: In the schema's order. Shapes `(prod(size), *row shape)`.
+            size: How many rows along each dim; `()`: one row.
+            arrays: What is said of each row, at the root.
+            more: More entries, by key.
+            view: What step transforms have seen.
+            numbers: The random numbers of the transforms.
+        """
+        form = self._current_form(storage)
+        root = dict(zip(arrays, map(torch.from_numpy, arrays.values()), strict=True))
+        if view is None:
+            batch = form.build(columns if len(size) == 1 else in_shape(columns, size), size, root)
+        else:
+            batch = self.transform.apply(form.build(columns, (view.ids.size,), root), view)
+            if len(size) != 1:
+                batch = _in_shape(batch, size)
+        if size:
+            if self._collate_fn is not None:
+                batch = self._collate_fn(batch)
+            elif isinstance(batch, list) and batch and storage.row_traits.whole:
+                batch = stack(batch)
+        if (more or not form.keyed) and isinstance(batch, TensorDictBase):
+            for key, values in ({} if form.keyed else root).items():
+                batch.set(key, along(values, batch))
+            for path, flags in (more or {}).items():
+                batch.set(path, torch.from_numpy(flags))
+        if self.transform.transforms:
+            batch = self.transform.finish(batch, numbers)
+            if root and isinstance(batch, TensorDictBase):
+                _put_back(batch, root)
+        if self._metadata is not None and isinstance(batch, TensorDictBase):
+            batch.set("metadata", NonTensorData(self._metadata, batch_size=batch.batch_size))
+        batch = self.place(storage, batch)
+        for finish in self._finishers:
+            batch = finish(batch)
+        return batch
+
+    def _build_arrays(
+        self,
+        storage: ReadView,
+        columns: Sequence[Array],
+        size: tuple[int, ...],
+        root: dict[str, Array],
+        more: dict[Key, Array] | None = None,
+        view: StepView | None = None,
+        numbers: np.random.Generator | None = None,
+    ) -> Any:
+        """Return rows as `build` does, as nested dicts of arrays in host memory."""
+        if view is not None or self.transform.transforms or self._collate_fn is not None or self._finishers:
+            return to_arrays(self.build(storage, columns, size, root, more, view, numbers))
+        batch = self._current_form(storage).arrays(columns, size, root)
+        if isinstance(batch, dict):
+            for key, values in (more or {}).items():
+                put_entry(batch, key, values)
+            if self._metadata is not None:
+                batch["metadata"] = self._metadata
+        return batch
+
+    def _current_form(self, storage: ReadView) -> Form:
+        """Return how rows of the present fields are put together."""
+        fields, known = storage.epochs.fields, self._form
+        if known is None or known[0] != fields:
+            known = self._form = fields, form_of(storage)
+        return known[1]
+
+    # -- what is said of the rows of a batch -------------------------------------------------------
+
+    def info(
+        self, storage: ReadView, rows: Selection, batch: Any, *, as_numpy: bool = False
+    ) -> dict[str | Key, Any]:
+        """Return what `sample(return_info=True)` says of the rows of a batch."""
+        geometry = storage.geometry
+        index: Any = geometry.index_of(rows.ids)
+        if geometry.ndim > 1:
+            index = geometry.unravel(index)
+        info: dict[str | Key, Array] = {"id": rows.ids}
+        if self._generations:
+            info["index_generation"] = geometry.generations_of(rows.ids)
+        info |= {key if len(key) > 1 else key[0]: values for key, values in rows.info.items()}
+        for mark in rows.marks:
+            stored = _entry(batch, mark.key)
+            if stored is not None or mark.new:
+                key = mark.key if len(mark.key) > 1 else mark.key[0]
+                info[key] = mark.alone() if stored is None else mark.on(to_array(stored))
+        if as_numpy:
+            parts = tuple(np.moveaxis(index, -1, 0)) if index.ndim > 1 else index
+            return {"index": parts} | info | rows.notes
+        placed: dict[str | Key, Any] = {k: self.place(storage, torch.from_numpy(v)) for k, v in info.items()}
+        index = self.place(storage, torch.from_numpy(index))
+        return {"index": tuple(index.unbind(-1)) if index.ndim > 1 else index} | placed | rows.notes
+
+    # -- devices -----------------------------------------------------------------------------------
+
+    def place(self, storage: ReadView, batch: _Placed) -> _Placed:
+        """Return a batch on the buffer's device, in pinned memory if asked for."""
+        device = self._asked_device or storage.device
+        if device is not None and device.type == "cpu":
+            device = None  # the rows are there
+        if device is None and not self._pin_memory:
+            return batch
+
+        def place_one(part: Any) -> Any:
+            if self._pin_memory:
+                part = part.pin_memory()
+            if device is None:
+                return part
+            return part.to(device, non_blocking=True) if self._pin_memory else part.to(device)
+
+        if isinstance(batch, torch.Tensor) or is_tensor_collection(batch):
+            return cast(_Placed, place_one(batch))
+        return cast(_Placed, tree_map_only(torch.Tensor, place_one, batch))
+
+
+def _in_shape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
+    """Return rows in a shape; rows with nested tensors, which have no shape, become a lazy stack."""
+    if not size:
+        return batch[0]
+    if not any(isinstance(leaf, torch.Tensor) and leaf.is_nested for leaf in batch.values(True, True)):
+        return batch.reshape(size)
+    parts = [take_rows(batch, slice(at, at + size[-1])) for at in range(0, math.prod(size), size[-1])]
+    for length in reversed(size[1:-1]):
+        parts = [lazy_stack(parts[at : at + length]) for at in range(0, len(parts), length)]
+    return lazy_stack(parts)
+
+
+def along(values: Any, batch: TensorDictBase) -> Any:
+    """Return what is said of each row, repeated along the batch dims that rows have of their own."""
+    beyond = batch.batch_size[values.ndim :]
+    return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
+
+
+def to_array(values: Any) -> Array:
+    """Return values, of a tensor on any device, as an array."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().cpu().numpy()
+    return np.asarray(values)
+
+
+def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:
+    """Set the root entries that transforms have dropped, if the batch still has the same rows."""
+    for key, values in root.items():
+        if batch.batch_size[:1] == values.shape[:1] and key not in batch.keys():  # noqa: SIM118 - see TensorDict
+            with batch.unlock_():
+                batch.set(key, along(values, batch))
+
+
+def _entry(batch: Any, key: Key) -> Any:
+    """Return an entry of a TensorDict, or of nested dicts; None: it has no such entry."""
+    if is_tensor_collection(batch):
+        return batch.get(key)
+    for name in key:
+        batch = batch.get(name) if isinstance(batch, dict) else None
+    return batch

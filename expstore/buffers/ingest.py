@@ -1,0 +1,475 @@
+"""How rows get into a store: data to columns, columns to the writer, and writes that are repeated.
+
+`Ingest.append` is the whole path, from what a user passes to the storage. It never draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from tensordict import is_tensor_collection
+
+from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain
+from expstore.buffers.episodes import remote_session
+from expstore.buffers.indexing import RowIndex
+from expstore.buffers.row_styles import RowStyle
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.core.idempotency import WriteKey, Written, key_reused
+from expstore.core.rate_limiters import RateLimiter
+from expstore.core.values import Array, IntArray
+from expstore.data.batch import Batch, Intake, StepReader, batch_of, is_plain, tensordict_of
+from expstore.data.containers import Layout, is_tree, take
+from expstore.data.mappings import take_mapping, take_mappings
+from expstore.episodes.annotations import pack_info
+from expstore.episodes.sessions import SessionKey
+from expstore.errors import SchemaError, StateError
+from expstore.samplers.base import Sampler
+from expstore.schema.row_selection import pick
+from expstore.schema.schema import Schema
+from expstore.storages.base import Storage
+from expstore.storages.batch import now_us
+from expstore.storages.capabilities import RowAppending
+from expstore.storages.indexing import layout_of, prepare
+from expstore.storages.read_view import ReadView
+from expstore.storages.sessions import end_episodes, end_unnamed
+from expstore.transforms import Compose
+from expstore.wire.codec import Codec
+from expstore.wire.tables import is_table, take_table
+from expstore.writers.writers import RoundRobinWriter, Writer
+
+__all__ = ["Ingest", "WriteOptions", "make_key"]
+
+
+class WriteOptions(NamedTuple):
+    """What a write asks for besides its rows.
+
+    Args:
+        source: Name of the stream; None: the session's unnamed stream.
+        info: Facts about the episodes of the rows, as JSON text.
+        key: The idempotency key; None: the write has none.
+        session: Who writes; None: the handle's own session.
+        checks_domain: Check values against the store's specs.
+        takes_priorities: Set the priorities that come with the rows.
+        return_ids: Return ids, not indices.
+    """
+
+    source: str | None = None
+    info: str = ""
+    key: WriteKey | None = None
+    session: SessionKey | None = None
+    checks_domain: bool = False
+    takes_priorities: bool = False
+    return_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """What reads rows of one schema.
+
+    Args:
+        schema: The schema.
+        steps: Reads what rows are to their episodes.
+        intake: Takes batches that look like the schema with few steps; None: rows need a closer look.
+    """
+
+    schema: Schema
+    steps: StepReader
+    intake: Intake | None
+
+
+class Ingest(StorePart):
+    """Append rows to a store.
+
+    Threads: any number may append; they wait for one another. Crashes: a write that returned survives the
+    process, one that did not return is there whole or not at all.
+
+    Args:
+        store: Where rows go.
+        index: How users number rows; it knows which dim of a batch is time.
+        sampling: Whose sampler is told about new rows, and which of their keys are skipped.
+        style: Which data are accepted, and where priorities are.
+        transform: What is done to rows before they are stored.
+        writer: Gives rows their places.
+        limiter: How fast rows may come; None: as fast as they can.
+        skips_metadata: Skip the root key `metadata`, which samples carry.
+    """
+
+    def __init__(
+        self,
+        store: StoreHandle,
+        index: RowIndex,
+        sampling: Sampling,
+        style: RowStyle,
+        transform: Compose,
+        writer: Writer,
+        limiter: RateLimiter | None,
+        *,
+        skips_metadata: bool,
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._sampling = sampling
+        self._style = style
+        self._transform = transform
+        #: Gives rows their places.
+        self.writer = writer
+        self._limiter = limiter
+        self._skips_metadata = skips_metadata
+        self._domain: Domain = NO_DOMAIN
+        self._readers: _Readers | None = None
+
+    def attach(self, storage: ReadView) -> None:
+        """Write to a storage from now on; what was known of the former schema is dropped."""
+        self.writer.register_storage(storage)
+        self._readers = None
+
+    def leave_parent(self) -> None:
+        """Drop what is known of the schema."""
+        self._readers = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs."""
+        return vars(self) | {"_readers": None}
+
+    def set_writer(self, writer: Writer) -> Writer:
+        """Place rows by another writer from now on; return the one before.
+
+        Raises:
+            TypeError: It is no writer.
+        """
+        if not isinstance(writer, Writer):
+            raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
+        storage = self._store.storage
+        writer.register_storage(storage)
+        with storage.lock:
+            former, self.writer = self.writer, writer
+        return former
+
+    # -- the path of a write -----------------------------------------------------------------------
+
+    def options(
+        self,
+        *,
+        source: str | None = None,
+        episode_info: Mapping[str, Any] | None = None,
+        update_priority: bool | None = None,
+        validate: str = "schema",
+        idempotency_key: str | bytes | None = None,
+        digest: bytes | None = None,
+        session: str | None = None,
+        return_ids: bool = False,
+    ) -> WriteOptions:
+        """Check the arguments of a write; see `ReplayBuffer.extend`."""
+        return WriteOptions(
+            source,
+            "" if episode_info is None else pack_info(episode_info),
+            None
+            if idempotency_key is None and digest is None
+            else make_key(self.writer, idempotency_key, digest),
+            None if session is None else remote_session(session),
+            validate != "schema" and asks_for_domain(validate),
+            self._style.takes_priorities(update_priority),
+            return_ids,
+        )
+
+    def append(self, data: Any, options: WriteOptions, *, single: bool = False) -> IntArray:
+        """Append rows, all of them or none.
+
+        Args:
+            data: The rows.
+            options: What the write asks for besides.
+            single: It is one row, or one for each lane.
+
+        Returns:
+            The index, or id, of each row; -1 for rows that were dropped. Shape `(n,)`.
+        """
+        storage, key = self._store.storage, options.key
+        if key is not None and (known := _find_write(storage, key)) is not None and not known.dropped:
+            return _numbers_of(storage, known, options.return_ids)
+        batch = self._to_batch(storage, data, single=single)
+        if batch is None:
+            return np.zeros(0, np.int64)
+        return self._admit(storage, batch, options)
+
+    def _to_batch(self, storage: ReadView, data: Any, *, single: bool) -> Batch | None:
+        """Return rows as columns; None: the transforms say that nothing is stored."""
+        if self._transform.transforms:
+            data = self.invert(data, storage.ndim - single, single=single)
+            if data is None:
+                return None
+        readers = self._readers
+        if readers is not None and readers.intake is not None:
+            intake = readers.intake
+            quick = (intake.take_arrays if type(data) is dict else intake.take)(data, single=single)
+            if quick is not None:
+                return quick
+        self._style.check_data(data, has_fields=self._has_fields(data))
+        return self.read_columns(data, layout_of(storage, self._index.asked_time_dim), single=single)
+
+    def _admit(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
+        """Wait until the rate limiter lets a batch pass, and write it."""
+        if self._limiter is None:
+            return self._write(storage, batch, options)
+        storage.writer()
+        with self._limiter.inserting(batch.count, needless=partial(_is_known, storage, options.key)):
+            return self._write(storage, batch, options)
+
+    def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
+        """Write a batch; return the index, or id, of each of its rows. The caller may append."""
+        with storage.locks.extend, storage.lock:
+            writable, key = storage.writer(), options.key
+            self.writer.check()
+            written = None if key is None else _find_write(storage, key)
+            if written is not None and not written.dropped:
+                return _numbers_of(storage, written, options.return_ids)
+            if batch.count == 0:
+                return np.zeros(0, np.int64)
+            if options.checks_domain:
+                self._domain = check_domain(storage, batch, self._domain)
+            readers = self._prepare(writable, batch)
+            columns = batch.columns(readers.schema)
+            kept = readers.steps.transitions(columns)
+            if written is not None:
+                return _numbers_in_part(storage, written, kept, options.return_ids)
+            if kept is not None:
+                batch, columns = batch.keep(kept), [pick(column, kept) for column in columns]
+            if batch.count == 0:
+                return np.full(0 if kept is None else kept.size, -1)
+            steps = readers.steps.read(columns, batch)
+            steps.session = options.session
+            sampler = self._sampling.sampler
+            priorities = None
+            if options.takes_priorities:
+                priorities = self._style.priorities_in(sampler, readers.schema, columns)
+            keyed = {} if key is None else {"key": replace(key, dropped=kept is not None)}
+            last = storage.last
+            ids = self.writer.write(
+                writable, columns, steps, source=options.source, info=options.info, **keyed
+            )
+            run = storage.last - last == ids.size  # all were appended: their ids follow one another
+            if priorities is not None:
+                writable.set_priorities(ids, priorities)
+            sampler.on_write(ids if run else ids[ids != -1])
+        numbers = ids if options.return_ids else storage.geometry.indices_of(ids, run=run)
+        return numbers if kept is None else _spread(numbers, kept)
+
+    # -- for recorders -----------------------------------------------------------------------------
+
+    def schema(self) -> Schema | None:
+        """Return the fields; None: no rows have come yet."""
+        return self._store.storage.schema
+
+    def fix_fields(self, row: Mapping[str, Any]) -> Schema:
+        """Fix the fields by those of one row, which is not written; return them.
+
+        Raises:
+            SchemaError: Rows have no fields here, or other ones.
+            StateError: The store cannot be written.
+        """
+        storage = self._store.storage
+        if storage.row_traits.whole:
+            raise SchemaError(
+                f"rows of a {type(storage).__name__} are objects without fields, which a step has",
+                hint="use a LazyTensorStorage, a MemoryStorage, or expstore.open()",
+            )
+        with storage.lock:
+            writable = storage.writer()
+            layout = layout_of(storage, self._index.asked_time_dim)
+            return self._prepare(writable, self.read_columns(dict(row), layout, single=True)).schema
+
+    def append_columns(self, batch: Batch, source: str | None) -> None:
+        """Append rows in the columns of the schema.
+
+        Args:
+            batch: The rows.
+            source: Name of the stream; None: the session's unnamed stream.
+        """
+        storage = self._store.storage
+        if self._transform.transforms:
+            schema = storage.require_schema()
+            dtypes = [entry.dtype for entry in schema.fields]
+            rows = tensordict_of(Batch(list(schema.keys), dtypes, batch.arrays, batch.count), single=False)
+            changed = self._to_batch(storage, rows, single=False)
+            if changed is None:
+                return
+            batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
+        batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
+        options = WriteOptions(source, takes_priorities=self._style.takes_priorities(None), return_ids=True)
+        self._admit(storage, batch, options)
+
+    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
+        """Return what appends single rows faster than `append_columns`; None: nothing does.
+
+        Args:
+            source: Name of the stream; None: the session's unnamed stream.
+            schema: The fields of the rows.
+        """
+        sampler = self._sampling.sampler
+        if (
+            type(sampler).on_write is not Sampler.on_write
+            or type(self.writer).write is not RoundRobinWriter.write
+            or self._limiter is not None
+            or self._transform.transforms
+        ):
+            return None
+        none: list[Array] = [np.empty((0, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
+        takes = self._style.takes_priorities(None)
+        if takes and self._style.priorities_in(sampler, schema, none) is not None:
+            return None
+        return self._store.storage.writer().row_appender(source, schema)
+
+    def cut(self, source: str | None) -> None:
+        """End the open episodes of a stream of this session; see `RecorderTarget.cut`."""
+        storage = self._store.storage
+        with storage.lock:
+            table = storage.episodes
+            if source is None:
+                end_unnamed(storage, table.session)
+            elif table.joins.awaiting.isdisjoint(table.sources_named(source, session=table.session)):
+                end_episodes(storage, source, session=table.session)
+
+    def _prepare(self, storage: Storage, batch: Batch) -> _Readers:
+        """Return what reads rows of the schema, which the first rows fix. The lock is held."""
+        if storage.schema is None:
+            self.writer.check_fields(Schema.infer(batch.signature(), batch.form))
+            self.writer.begin(storage)
+        schema = prepare(storage, batch) if batch.arranged is None else storage.schema
+        readers = self._readers
+        if readers is None or readers.schema is not schema:
+            schema = storage.require_schema()
+            if self._limiter is None and storage.draws.limits[1]:
+                storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
+            quick = (
+                is_plain(schema.form)
+                and not schema.variable
+                and storage.geometry.ndim == 1
+                and not self._index.time_dim
+            )
+            readers = _Readers(schema, StepReader(schema, storage.keys), Intake(schema) if quick else None)
+            self._readers = readers
+        return readers
+
+    # -- data as columns -----------------------------------------------------------------------------
+
+    def invert(self, data: Any, dims: int, *, single: bool) -> Any:
+        """Return rows as the transforms have them stored; None: nothing is to be written.
+
+        Args:
+            data: The rows; transforms are given TensorDicts for dicts and tables.
+            dims: How many dims of it are rows.
+            single: It is one row, or one for each lane.
+        """
+        if self._has_fields(data):
+            layout = replace(layout_of(self._store.storage), ndim=1, dim=0, all_dims=True)
+            data = tensordict_of(self.read_columns(data, layout, single=not dims), single=not dims)
+            if dims > 1:
+                data.batch_size = next(iter(data.values(True, True))).shape[:dims]
+        return self._transform.inverse(data, single=single)
+
+    def read_columns(self, data: Any, layout: Layout, *, single: bool) -> Batch:
+        """Return rows of any kind as columns."""
+        skip = self._sampling.own_keys
+        if self._skips_metadata:
+            skip |= {"metadata"}
+        if not self._has_fields(data):
+            return take(data, layout, single=single, skip=skip)
+        schema = self._store.storage.schema
+        if isinstance(data, Mapping):  # no TensorDict, which would be one, too
+            return take_mapping(data, layout, single=single, skip=skip, schema=schema)
+        if single:
+            raise SchemaError(f"add() takes a single row, got a {type(data).__name__}", hint="use extend()")
+        if isinstance(data, list):
+            return take_mappings(data, layout, skip=skip, schema=schema)
+        table, columns = take_table(data, schema, skip=skip)
+        if len(table.batch_size) > 1:
+            built = Codec(table.schema).build(columns, table.batch_size, table.names)
+            return take(built, layout, skip=skip)
+        return batch_of(table.schema, columns)
+
+    def _has_fields(self, data: Any) -> bool:
+        """Return whether rows come in dicts, or in an Arrow table, whose names are those of fields.
+
+        Dicts have none where rows are trees or objects.
+        """
+        if is_table(data):
+            return True
+        first = data[0] if isinstance(data, list) and data else data
+        storage = self._store.storage
+        if is_tensor_collection(first) or not isinstance(first, Mapping) or storage.row_traits.whole:
+            return False
+        schema = storage.schema
+        return self._style.dicts_have_fields if schema is None else not is_tree(schema.form)
+
+
+# -- idempotency keys -----------------------------------------------------------------------------------
+
+
+def make_key(writer: Writer, key: str | bytes | None, digest: bytes | None) -> WriteKey | None:
+    """Return the key of a write; None: it has none.
+
+    Raises:
+        StateError: The writer keeps no keys.
+        TypeError: There is a digest, but no key; or they are no bytes.
+        ValueError: The key is empty, or the digest does not have 16 bytes.
+    """
+    if key is None:
+        if digest is not None:
+            raise TypeError("a digest is of a write with an idempotency key; give both, or neither")
+        return None
+    if not writer.keeps_keys:
+        raise StateError(
+            f"{writer!r} keeps no idempotency keys: what it writes is no batch that stays together",
+            kind="no_keys",
+            hint="write without one",
+        )
+    return WriteKey.of(key, digest)
+
+
+def _find_write(storage: ReadView, key: WriteKey) -> Written | None:
+    """Return the result of the write with a key; None: it was not made.
+
+    Raises:
+        StateError: The key is that of another write, or the storage cannot be written.
+    """
+    storage.writer()  # after an interruption only the journal knows what was written
+    return storage.state.write_keys.find(key, now_us())
+
+
+def _is_known(storage: ReadView, key: WriteKey | None) -> bool:
+    """Return whether the write with a key was made: by another thread, perhaps, while this one waited."""
+    return key is not None and storage.state.write_keys.find(key, now_us()) is not None
+
+
+def _numbers_in_part(storage: ReadView, known: Written, kept: Array | None, return_ids: bool) -> IntArray:
+    """Return indices, or ids, of a repeated batch of which rows were dropped: -1 for those.
+
+    Args:
+        storage: Where the rows are.
+        known: What was written.
+        kept: Which rows of the batch are not dropped; None: all are kept. Shape `(n,)`.
+        return_ids: Whether ids are asked for.
+
+    Raises:
+        StateError: The first write had another number of rows.
+    """
+    if kept is None or np.count_nonzero(kept) != known.count:
+        raise key_reused(known)
+    return _spread(_numbers_of(storage, known, return_ids), kept)
+
+
+def _numbers_of(storage: ReadView, known: Written, return_ids: bool) -> IntArray:
+    """Return indices, or ids, of the rows of an earlier write. Shape `(n,)`."""
+    ids = np.arange(known.first_id, known.last_id + 1)
+    return ids if return_ids else storage.geometry.indices_of(ids, run=True)
+
+
+def _spread(numbers: IntArray, kept: Array) -> IntArray:
+    """Put numbers in the places of the rows that were kept, and -1 in the others. Shape `kept.shape`."""
+    found = np.full(kept.size, -1, np.int64)
+    found[kept] = numbers
+    return found

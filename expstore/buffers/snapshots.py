@@ -1,0 +1,97 @@
+"""Versions of a store: `rb.snapshots`.
+
+What a version holds, and how it gets to the disk, is in `expstore.storages.snapshots`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeAlias
+
+from expstore.buffers.sampling import Sampling
+from expstore.buffers.store_handle import StoreHandle
+from expstore.disk.local_path import local_path
+from expstore.errors import StateError
+from expstore.storages.snapshots.catalog import OWN_FOLDER, Version, find_version, versions
+from expstore.storages.snapshots.create import dump
+
+__all__ = ["Snapshots"]
+
+_Versions: TypeAlias = list[Version]  # in the class `list` is a method
+
+
+class Snapshots:
+    """Create, list and restore versions of a store. `rb.dumps` and `rb.loads` are TorchRL's names for it.
+
+    Args:
+        store: The store.
+        sampling: Whose sampler's settings a version keeps.
+
+    Example:
+        >>> rb.snapshots.tag("before-finetuning")
+        >>> [version.tag for version in rb.snapshots.list()]
+        ['before-finetuning']
+        >>> rb.snapshots.restore(version="before-finetuning")
+    """
+
+    def __init__(self, store: StoreHandle, sampling: Sampling) -> None:
+        self._store = store
+        self._sampling = sampling
+
+    def create(self, path: str | Path, *, keep: int = 5) -> Version:
+        """Create a version in `path`/vNNNN; see `ReplayBuffer.dumps`.
+
+        Args:
+            path: A folder for versions; made if it is missing.
+            keep: How many versions remain; those with a tag always do.
+        """
+        return dump(self._store.storage.writer(), path, keep=keep, sampler=self._sampling.sampler.settings())
+
+    def tag(self, name: str, path: str | Path | None = None) -> Version:
+        """Create a version with a name, which is kept until you remove its folder.
+
+        Args:
+            name: 1 to 100 letters, digits or `. _ -`; not a number.
+            path: A folder for versions; None: `versions/` inside the store's folder, where
+                `expstore.open(store, version=name)` finds it.
+
+        Raises:
+            SnapshotError: There is a version of this name.
+            StateError: The store has no folder, is closed, or open for reading only.
+            StorageError: The disk failed or is full; earlier versions are unchanged.
+        """
+        place = self._own_folder("tag(name, path)") / OWN_FOLDER if path is None else path
+        settings = self._sampling.sampler.settings()
+        return dump(self._store.storage.writer(), place, tag=name, sampler=settings)
+
+    def list(self, path: str | Path | None = None) -> _Versions:
+        """Return the versions in a folder, the oldest first.
+
+        Args:
+            path: A folder for versions; None: those inside the store's folder, which `tag` makes.
+
+        Raises:
+            NotFoundError: There is no such folder.
+            StateError: The store has no folder.
+        """
+        return versions(self._own_folder("list(path)") if path is None else path)
+
+    def restore(self, path: str | Path | None = None, version: int | str | None = None) -> None:
+        """Replace the store's content by a version's; see `ReplayBuffer.loads`.
+
+        Args:
+            path: A folder for versions, or a store with tagged ones; None: this store.
+            version: Number or tag; None: the newest.
+        """
+        storage = self._store.storage.writer()
+        place = self._own_folder("restore(path)") if path is None else local_path(path)
+        folder = find_version(storage.disk, place, version)
+        storage.snapshots.restore(folder)
+        self._sampling.sampler.set_settings(Version.load(storage.disk, folder).sampler)
+        storage.holders.tell(storage)
+
+    def _own_folder(self, call: str) -> Path:
+        storage = self._store.storage
+        if storage.manifest is None or storage.path is None:
+            raise StateError("this store has no folder of its own", hint=f"say where: {call}")
+        return storage.path

@@ -1,0 +1,43 @@
+"""`rb.snapshots`: create, tag, list and restore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import expstore
+from expstore import MemoryStorage, PrioritizedSampler, ReplayBuffer, SnapshotError, StateError
+from tests.support.batches import numbered_rows
+
+
+def test_versions_of_a_store_are_listed_and_restored(store_path: Path, tmp_path: Path) -> None:
+    place = tmp_path / "versions"
+    with expstore.open(store_path, sampler=PrioritizedSampler(alpha=0.5)) as rb:
+        rb.extend(numbered_rows(5))
+        assert rb.snapshots.list() == []
+        assert rb.snapshots.tag("early").rows == 5
+        rb.sampler.alpha = 0.9
+        rb.extend(numbered_rows(5))
+        assert rb.snapshots.create(place).number == 1
+        assert rb.dumps(place, keep=1).number == 2
+        assert [version.tag for version in rb.snapshots.list()] == ["early"]
+        assert [version.number for version in rb.snapshots.list(place)] == [2]
+        rb.snapshots.restore(version="early")
+        assert (len(rb), rb.sampler.alpha) == (5, 0.5)
+        rb.snapshots.restore(place)
+        assert (len(rb), rb.sampler.alpha) == (10, 0.9)
+        with pytest.raises(SnapshotError, match="early"):
+            rb.snapshots.restore(version="late")
+
+
+def test_rows_in_ram_have_no_folder_of_their_own(tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=MemoryStorage(10))
+    rb.extend(numbered_rows(3))
+    for act in (lambda: rb.snapshots.tag("x"), rb.snapshots.list, rb.snapshots.restore):
+        with pytest.raises(StateError, match="no folder of its own"):
+            act()
+    rb.snapshots.tag("x", tmp_path / "versions")
+    rb.empty()
+    rb.snapshots.restore(tmp_path / "versions", "x")
+    assert len(rb) == 3
