@@ -315,7 +315,9 @@ def trace(script: Callable[[Life], None], folder: Path) -> list[str]:
     """Run a script on an empty folder; return what it did to files, a line per act."""
     host = _Host()
     life = Life(folder.resolve(), host)
-    with host.pinned(), _state_words(life):
+    # Batches of a few rows reach the columns, so that lives can be short.
+    sizes = patch.multiple(tuning, MEMTABLE_BATCH_ROWS=8, MEMTABLE_ROWS=128)
+    with sizes, host.pinned(), _state_words(life):
         script(life)
         assert not life._running, "the script must close what it opens"
     return life.lines()

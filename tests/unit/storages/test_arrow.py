@@ -33,10 +33,15 @@ from expstore.storages.zarr import ZarrStorage
 from expstore.writers.writers import RoundRobinWriter
 from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare, window_ids
-from tests.support.tuned import set_spare_slots
+from tests.support.tuned import few_rows_in_memory, set_spare_slots
 from tests.support.variable_fields import SCHEMA, check, columns_of, put
 
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
 
 
 @pytest.fixture(params=[None, "narrow", "lz4", "zstd"])

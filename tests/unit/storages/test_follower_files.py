@@ -15,14 +15,14 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.disk.files import File
 from expstore.disk.mapped_files import AddressRange
+from tests.support.tuned import few_rows_in_memory
 
 pytestmark = pytest.mark.index
 
 
 @pytest.fixture(autouse=True)
-def _rows_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows are enough to fill chunks and shards."""
-    monkeypatch.setattr(tuning, "MEMTABLE_BATCH_BYTES", 0)
+def _few_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -28,12 +28,18 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.control_page import StatePage
 from tests.support.followed_stores import check_rows, contents, rows
-from tests.support.tuned import set_spare_slots
+from tests.support.tuned import few_rows_in_memory, set_spare_slots
 
 if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer
 
 pytestmark = pytest.mark.index
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
+
 
 QUERIES = (
     "SELECT count(*), min(_id), max(_id), sum(a), sum(next.reward) FROM transitions",

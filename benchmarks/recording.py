@@ -1,0 +1,188 @@
+"""What a step of an environment loop costs: a recorder beside `add` and stable-baselines3's buffer.
+
+Run as `python benchmarks/recording.py`. All sides are given the same steps in turns of some hundreds; what is
+told is the CPU time of the whole process per step, with the work in the background, and the time of a call.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+
+import expstore  # noqa: E402
+from benchmarks.adapters import Missing, StableBaselines  # noqa: E402
+from benchmarks.report import Report, Result, options  # noqa: E402
+from benchmarks.vs_torchrl import scratch  # noqa: E402
+
+#: Observation, next observation and action of each kind of rows: shape and dtype.
+KINDS: dict[str, tuple[tuple[int, ...], str, tuple[int, ...], str]] = {
+    "cartpole": ((4,), "float32", (), "int64"),
+    "locomotion": ((105,), "float32", (8,), "float32"),
+    "pixels": ((84, 84), "uint8", (), "int64"),
+}
+#: An observation, an action, a reward, the next observation, terminated, truncated.
+Step = tuple[Any, Any, float, Any, bool, bool]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Say how much is done.
+
+    Args:
+        capacity: Rows of each buffer.
+        steps: Of a turn.
+        rounds: How many turns each side has.
+    """
+
+    capacity: int = 100_000
+    steps: int = 500
+    rounds: int = 12
+
+
+FULL, QUICK, SMOKE = Effort(), Effort(rounds=4), Effort(capacity=200, steps=40, rounds=1)
+
+
+def steps_of(kind: str, count: int) -> list[Step]:
+    """Return steps of episodes of 200."""
+    shape, dtype, action_shape, action_dtype = KINDS[kind]
+    rng = np.random.default_rng(0)
+    seen = rng.integers(0, 255, (65, *shape)).astype(dtype)
+    actions = np.zeros((1, *action_shape), action_dtype)
+    return [(seen[n % 64], actions[0], 1.0, seen[n % 64 + 1], n % 200 == 199, False) for n in range(count)]
+
+
+def row_of(step: Step) -> dict[str, Any]:
+    """Return a step as a nested dict of arrays and numbers."""
+    observation, action, reward, following, terminated, truncated = step
+    return {
+        "observation": observation,
+        "action": action,
+        "next": {
+            "observation": following,
+            "reward": np.array([reward], np.float32),
+            "done": np.array([terminated or truncated]),
+            "terminated": np.array([terminated]),
+            "truncated": np.array([truncated]),
+        },
+    }
+
+
+def tensordict_of(step: Step) -> TensorDict:
+    """Return a step as a TensorDict, as a loop builds one."""
+    row = row_of(step)
+    after = row.pop("next")
+    made = {name: torch.as_tensor(value) for name, value in row.items()}
+    return TensorDict(made | {"next": TensorDict({k: torch.as_tensor(v) for k, v in after.items()}, [])}, [])
+
+
+#: What a side does with a step, and how it ends.
+Side = tuple[Callable[[Step], object], Callable[[], object]]
+
+
+def sides(folder: Path, kind: str, effort: Effort) -> dict[str, Side]:
+    """Return what takes steps of a kind; stable-baselines3 only if it is installed."""
+
+    def store(name: str) -> Any:
+        return expstore.open(folder / f"{kind}-{name}.exp", capacity=effort.capacity)
+
+    made: dict[str, Side] = {}
+    for steps in (1, 16):
+        rb = store(f"record-{steps}")
+        episode = rb.record("env-0", flush_steps=steps)
+
+        def record(step: Step, take: Callable[..., None] = episode.step) -> None:
+            take(*step)
+
+        made[f"record-{steps}"] = record, lambda rb=rb, one=episode: (one.close(), rb.close())
+    for name, convert in (("add-dict", row_of), ("add-tensordict", tensordict_of)):
+        rb = store(name)
+        made[name] = (lambda step, rb=rb, convert=convert: rb.add(convert(step), source="env-0")), rb.close
+    try:
+        row = tensordict_of(steps_of(kind, 1)[0])[None]
+        theirs = StableBaselines(folder, min(effort.capacity, 20_000), row)
+        made["sb3"] = (lambda step: _add(theirs.rb, step)), theirs.close
+    except Missing:
+        pass
+    return made
+
+
+def _add(rb: Any, step: Step) -> None:
+    observation, action, reward, following, terminated, truncated = step
+    done = np.array([terminated or truncated])
+    rb.add(observation[None], following[None], np.asarray(action)[None], np.array([reward]), done, [{}])
+
+
+def measure(folder: Path, effort: Effort) -> Iterator[Result]:
+    for kind in KINDS:
+        found = sides(folder, kind, effort)
+        steps = steps_of(kind, effort.steps)
+        cpu: dict[str, list[float]] = {name: [] for name in found}
+        calls: dict[str, list[float]] = {name: [] for name in found}
+        gc.collect()
+        gc.disable()
+        try:
+            for turn in range(effort.rounds + 1):
+                for name, (take, _) in found.items():
+                    times, began = _take(take, steps)
+                    if turn:  # the first one warms up
+                        calls[name] += times
+                        cpu[name].append(began)
+        finally:
+            gc.enable()
+            for _, close in found.values():
+                close()
+        yield from _results(kind, cpu, calls)
+
+
+def _take(take: Callable[[Step], object], steps: Sequence[Step]) -> tuple[list[float], float]:
+    """Give steps to a side; return the time of each call, and the CPU seconds of the process per step."""
+    times, clock, began = [], time.perf_counter, time.process_time()
+    for step in steps:
+        start = clock()
+        take(step)
+        times.append(clock() - start)
+    return times, (time.process_time() - began) / len(steps)
+
+
+def _results(kind: str, cpu: dict[str, list[float]], calls: dict[str, list[float]]) -> Iterator[Result]:
+    theirs = float(np.mean(cpu["sb3"])) if "sb3" in cpu else None
+    for name in cpu:
+        mean = float(np.mean(cpu[name]))
+        p50, p99 = (float(np.percentile(calls[name], part)) for part in (50, 99))
+        yield Result(
+            f"recording/{kind}-{name}",
+            mean * 1e6,
+            f"{mean * 1e6:.1f} µs of CPU",
+            "–" if theirs is None else f"{theirs * 1e6:.1f} µs of CPU",
+            "–" if theirs is None else f"{mean / theirs:.2f}x",
+            note=f"a call p50 {p50 * 1e6:.1f} µs, p99 {p99 * 1e6:.0f} µs",
+            data={"cpu": mean, "p50": p50, "p99": p99, "turns": cpu[name]},
+        )
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure, print the table, return the exit code."""
+    parser = options(__doc__, quick="a third of the turns", folder=ROOT / "benchmarks" / "out")
+    wanted = parser.parse_args(argv)
+    effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
+    with scratch(wanted.folder, 4 * effort.capacity * 15_000) as folder:
+        report = Report({}, out, other="stable-baselines3", file=wanted.json)
+        for result in measure(folder, effort):
+            report.add(result)
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
