@@ -1,7 +1,10 @@
 """Train a small DQN on CartPole from a store that outlives the process; the first thing to run.
 
 Run it with `make run`, or `python examples/cartpole_dqn.py --help`: about a minute on two cores.
-Stop it at any moment, even with kill -9, and run it again: it goes on from what is stored.
+Stop it at any moment, even with kill -9, and run it again: it continues from what is stored.
+
+It collects with `expstore.Collector`, which steps the environments and writes blocks of rows. For a loop of
+your own that records each step with `rb.record`, see dqn.py (one environment) and sac.py (several).
 """
 
 from __future__ import annotations

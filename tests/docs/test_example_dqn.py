@@ -1,0 +1,187 @@
+"""The DQN example: after kill -9 and Ctrl-C it continues, with the rows of the store and the checkpoint."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+import expstore
+from tests.support.example_runs import Run, check_episodes, flatten_state, run_example, stop_example
+from tests.support.paths import ROOT
+
+EXAMPLE = "dqn.py"
+SMALL = (
+    *("--path", "a.exp", "--batch-size", "32", "--learning-starts", "64", "--exploration-steps", "300"),
+    *("--train-every", "2", "--checkpoint-every", "100", "--log-every", "50"),
+)
+ENDLESS = ("--steps", "1000000")
+CHECKPOINT = "a.checkpoint.pt"
+
+
+def load(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / CHECKPOINT, weights_only=True)
+    return state
+
+
+def read_rows(folder: Path) -> TensorDict:
+    with expstore.open(folder / "a.exp", mode="r") as rb:
+        return rb[:]
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run that was killed, and three runs that continue it; with rows and checkpoint after each."""
+
+    folder: Path
+    runs: list[Run]
+    rows: list[TensorDict]
+    checkpoints: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    folder = tmp_path_factory.mktemp("dqn")
+    runs = [stop_example(EXAMPLE, folder, *SMALL, *ENDLESS, stop_at=350, number=signal.SIGKILL)]
+    found = Killed(folder, runs, [read_rows(folder)], [load(folder)])
+    step = found.checkpoints[0]["step"]
+    for arguments in (
+        ("--steps", str(step + 60), "--learning-starts", "50000"),  # changes no network
+        ("--steps", str(step + 360)),
+        ("--steps", str(step + 360)),
+    ):
+        runs.append(run_example(EXAMPLE, folder, *SMALL, *arguments))
+        found.rows.append(read_rows(folder))
+        found.checkpoints.append(load(folder))
+    return found
+
+
+def test_a_killed_run_continues_to_its_end(killed: Killed) -> None:
+    assert [run.code for run in killed.runs] == [-signal.SIGKILL, 0, 0, 0]
+    step = killed.checkpoints[0]["step"]
+    assert killed.runs[2].last_line.startswith(f"done: {step + 360} steps, mean return of the last 20")
+    assert f"all {step + 360} steps are done" in killed.runs[3].last_line
+    assert "Traceback" not in "".join(run.text for run in killed.runs)
+
+
+def test_rows_recorded_before_the_kill_stay(killed: Killed) -> None:
+    counts = [len(rows) for rows in killed.rows]
+    assert counts[0] >= 350, "a step that was printed is stored"
+    assert [after - counts[0] for after in counts] == [0, 60, 360, 360]
+    for rows in killed.rows[1:]:
+        assert (rows[: counts[0]] == killed.rows[0]).all()
+
+
+def test_training_continues_from_the_checkpoint(killed: Killed) -> None:
+    step, count = killed.checkpoints[0]["step"], len(killed.rows[0])
+    assert step % 100 == 0
+    assert 300 <= step <= count
+    assert f"continuing at step {step}; the store has {count} rows" in killed.runs[1].text
+    assert [state["step"] - step for state in killed.checkpoints] == [0, 60, 360, 360]
+    states = [flatten_state({**state, "step": 0}) for state in killed.checkpoints]
+    assert states[0] == states[1], "the networks and the optimizer were loaded"
+    assert states[1] != states[2]
+    assert states[2] == states[3]
+
+
+def test_the_optimizer_counts_on(killed: Killed) -> None:
+    """One gradient step every second step, from 64 rows on."""
+    counts = [int(state["optimizer"]["state"][0]["step"]) for state in killed.checkpoints]
+    assert counts[0] == killed.checkpoints[0]["step"] // 2 - 31
+    assert [count - counts[0] for count in counts] == [0, 0, 150, 150]
+
+
+def test_episodes_are_whole(killed: Killed) -> None:
+    with expstore.open(killed.folder / "a.exp", mode="r") as rb:
+        check_episodes(rb)
+        assert rb.sql('SELECT count(*) FROM episodes WHERE "return" != length').fetchall() == [(0,)]
+        statuses = dict(rb.sql("SELECT status, count(*) FROM episodes GROUP BY status").fetchall())
+    assert set(statuses) <= {"terminated", "cut"}
+    assert statuses["terminated"] > 10
+    assert statuses.get("cut", 0) <= 3, "at most one of each run that recorded"
+
+
+def test_ctrl_c_saves_a_checkpoint(tmp_path: Path) -> None:
+    run = stop_example(EXAMPLE, tmp_path, *SMALL, *ENDLESS, stop_at=150, number=signal.SIGINT)
+    assert run.code == 130
+    assert "Traceback" not in run.text
+    step = load(tmp_path)["step"]
+    assert run.last_line == f"stopped at step {step:,}; run the same command to continue"
+    assert step >= 150
+    with expstore.open(tmp_path / "a.exp") as rb:
+        assert rb.recovered is None, "the store was closed"
+        assert rb.write_count == step
+    run = run_example(EXAMPLE, tmp_path, *SMALL, "--steps", str(step + 10))
+    assert run.code == 0
+    assert f"continuing at step {step:,};" in run.text
+
+
+def test_errors_are_one_message(tmp_path: Path) -> None:
+    assert run_example(EXAMPLE, tmp_path, *SMALL, "--steps", "20").code == 0
+    run = run_example(EXAMPLE, tmp_path, *SMALL, "--seed", "1")
+    assert run.code == 1
+    assert "seed=1" in run.text
+    assert "Traceback" not in run.text
+    (tmp_path / "a.exp").rename(tmp_path / "other.exp")
+    run = run_example(EXAMPLE, tmp_path, *SMALL, "--steps", "20")
+    assert run.code == 1
+    assert f"{CHECKPOINT} is of step 20, but the store has had only 0 rows" in run.text
+    assert "Traceback" not in run.text
+
+
+@pytest.fixture(scope="module")
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / EXAMPLE))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "argument --steps: must be at least 1, got 0"),
+        (["--seed", "-1"], "argument --seed: must be at least 0, got -1"),
+        (["--gamma", "1.5"], "argument --gamma: must be between 0 and 1, got 1.5"),
+        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (
+            ["--learning-starts", "60", "--buffer-size", "50"],
+            "--learning-starts: must be at most --buffer-size",
+        ),
+        (["--colour", "red"], "unrecognized arguments: --colour red"),
+    ],
+)
+def test_wrong_arguments_are_refused(
+    example: dict[str, Any],
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example["main"](["--path", str(tmp_path / "a.exp"), *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_save_keeps_the_old_checkpoint(
+    example: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / CHECKPOINT
+    example["save_checkpoint"](path, {"step": 1})
+
+    def fail(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="No space"):
+            example["save_checkpoint"](path, {"step": 2})
+    assert example["load_checkpoint"](path, 1) == {"step": 1}
+    example["save_checkpoint"](path, {"step": 3})
+    assert example["load_checkpoint"](path, 3) == {"step": 3}
