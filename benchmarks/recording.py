@@ -112,7 +112,7 @@ def sides(folder: Path, kind: str, effort: Effort) -> dict[str, Side]:
     try:
         row = tensordict_of(steps_of(kind, 1)[0])[None]
         theirs = StableBaselines(folder, min(effort.capacity, 20_000), row)
-        made["sb3"] = (lambda step: _add(theirs.rb, step)), theirs.close
+        made["sb3"] = (lambda step, rb=theirs.rb: _add(rb, step)), theirs.close
     except Missing:
         pass
     return made

@@ -79,6 +79,7 @@ PARTS = (
     Part("tokens", "tokens", (), 240),
     Part("topk", "topk", (), 300),
     Part("steps", "steps", (), 180),
+    Part("recording", "recording", (), 240),
     Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30", smoke=None),
     Part(
         "images",

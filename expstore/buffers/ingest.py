@@ -194,7 +194,9 @@ class Ingest(StorePart):
         batch = self._to_batch(storage, data, single=single)
         if batch is None:
             return np.zeros(0, np.int64)
-        return self._admit(storage, batch, options)
+        if self._limiter is None:
+            return self._write(storage, batch, options)
+        return self._write_in_time(storage, batch, options, self._limiter)
 
     def _to_batch(self, storage: ReadView, data: Any, *, single: bool) -> Batch | None:
         """Return rows as columns; None: the transforms say that nothing is stored."""
@@ -211,12 +213,12 @@ class Ingest(StorePart):
         self._style.check_data(data, has_fields=self._has_fields(data))
         return self.read_columns(data, layout_of(storage, self._index.asked_time_dim), single=single)
 
-    def _admit(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
-        """Wait until the rate limiter lets a batch pass, and write it."""
-        if self._limiter is None:
-            return self._write(storage, batch, options)
+    def _write_in_time(
+        self, storage: ReadView, batch: Batch, options: WriteOptions, limiter: RateLimiter
+    ) -> IntArray:
+        """Write a batch when the rate limiter lets it pass."""
         storage.writer()
-        with self._limiter.inserting(batch.count, needless=partial(_is_known, storage, options.key)):
+        with limiter.inserting(batch.count, needless=partial(_is_known, storage, options.key)):
             return self._write(storage, batch, options)
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
@@ -300,7 +302,10 @@ class Ingest(StorePart):
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
         options = WriteOptions(source, takes_priorities=self._style.takes_priorities(None), return_ids=True)
-        self._admit(storage, batch, options)
+        if self._limiter is None:
+            self._write(storage, batch, options)
+        else:
+            self._write_in_time(storage, batch, options, self._limiter)
 
     def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
         """Return what appends single rows faster than `append_columns`; None: nothing does.

@@ -24,6 +24,8 @@ from expstore.storages.capabilities import RowAppending
 __all__ = ["Recorder", "RecorderTarget"]
 
 _NEXT = "next"
+#: How environments reset, in gymnasium's words.
+_MODES = ("NextStep", "SameStep", "Disabled")
 _FLAGS = ("done", "terminated", "truncated")
 #: Python's own types that fields of a kind hold as they are; integers may be too large.
 _OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
@@ -68,9 +70,12 @@ class Recorder:
         lanes: How many environments step together: every value has a first dim of that size then. None: one,
             whose values have no such dim.
         flush_steps: So many steps are published together.
+        autoreset_mode: How the environment resets, as gymnasium names it. "NextStep": the step after one that
+            ended an episode only resets, and is left out. "SameStep" and "Disabled", or None: every step
+            counts.
 
     Raises:
-        ValueError: `lanes` or `flush_steps` is less than 1.
+        ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
 
     Example:
         >>> with rb.record(source="env-0") as episode:
@@ -89,10 +94,19 @@ class Recorder:
         *,
         lanes: int | None = None,
         flush_steps: int = 1,
+        autoreset_mode: Any = None,
     ) -> None:
         for name, number in (("lanes", lanes), ("flush_steps", flush_steps)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
+        mode = getattr(autoreset_mode, "value", autoreset_mode)
+        if mode not in (None, *_MODES):
+            raise ValueError(
+                f"autoreset_mode is {mode!r}; it is one of {', '.join(map(repr, _MODES))}, or None"
+            )
+        self._skips_resets = mode == "NextStep"
+        #: Which lanes ended an episode by their last step. Shape `(lanes,)`, or `()`.
+        self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)
         self._target, self._source = target, source
         self._lanes, self._flush_steps = lanes, flush_steps
         self._block: _Block | None = None
@@ -139,14 +153,27 @@ class Recorder:
         """
         if self._filled == self._flush_steps:
             self.flush()  # which has failed before
+        if self._skips_resets:
+            if self._lanes is None and self._ended:
+                self._ended[()] = False
+                return
+            valid = self._without_resets(valid)
         block = self._block
         values = (observation, action, reward, next_observation, terminated, truncated)
         if block is None or more.keys() != block.names:
             block = self._find_block(values, more)
         block.put(self._filled, values, more, valid)
+        if self._skips_resets:
+            self._ended[...] = block.ended(self._filled)
         self._filled += 1
         if self._filled == self._flush_steps:
             self.flush()
+
+    def _without_resets(self, valid: Any) -> Any:
+        """Return which lanes make a step that is no reset; None: there are no lanes."""
+        if self._lanes is None:
+            return valid
+        return ~self._ended if valid is None else np.asarray(valid, np.bool_) & ~self._ended
 
     def flush(self) -> None:
         """Publish the steps that were recorded since the last flush.
@@ -177,6 +204,7 @@ class Recorder:
         Call it where an environment is reset amid an episode.
         """
         self.flush()
+        self._ended[...] = False
         self._target.cut(self._source)
 
     def close(self) -> None:
@@ -476,6 +504,11 @@ class _Block:
             self._valid[at] = True if valid is None else valid
         elif valid is not None:
             raise SchemaError("valid= is for several lanes", hint="do not record what is no step")
+
+    def ended(self, step: int) -> Array:
+        """Return which lanes end an episode by a step that they make. Shape `(lanes,)`, or `()`."""
+        ends: Array = self._terminated[step] | self._truncated[step]
+        return ends if self._valid is None else ends & self._valid[step]
 
     def outcome(self) -> tuple[float, int]:
         """Return the reward of the only step, and how it leaves its episode; its flag `done` is set."""

@@ -330,7 +330,12 @@ class ReplayBuffer:
         return self._index.to_tensor(numbers)
 
     def record(
-        self, source: str | None = None, *, lanes: int | None = None, flush_steps: int = 1
+        self,
+        source: str | None = None,
+        *,
+        lanes: int | None = None,
+        flush_steps: int = 1,
+        autoreset_mode: Any = None,
     ) -> Recorder:
         """Record the steps of an environment loop, one call per step.
 
@@ -343,16 +348,21 @@ class ReplayBuffer:
                 one, whose values have no such dim.
             flush_steps: So many steps are published together. With 1 what `step` returned survives the
                 process; with n up to n - 1 steps are lost.
+            autoreset_mode: How the environment resets, as gymnasium names it. "NextStep", which is what
+                `gymnasium.make_vec` makes: the step after one that ended an episode only resets, and is left
+                out. "SameStep" and "Disabled", or None: every step counts.
 
         Raises:
-            ValueError: `lanes` or `flush_steps` is less than 1.
+            ValueError: `lanes` or `flush_steps` is less than 1, or there is no such mode.
             StateError: The store is closed, or open for reading only.
 
         Example:
             >>> with rb.record("env-0") as episode:
             ...     episode.step(observation, action, reward, following, terminated, truncated)
         """
-        return Recorder(self._ingest, source, lanes=lanes, flush_steps=flush_steps)
+        return Recorder(
+            self._ingest, source, lanes=lanes, flush_steps=flush_steps, autoreset_mode=autoreset_mode
+        )
 
     def __len__(self) -> int:
         return self._sampling.sampler.left(self._store.storage)

@@ -191,6 +191,14 @@ def test_slices_are_measured(run: dict[str, Any]) -> None:
     assert many < 3
 
 
+def test_recording_is_measured(run: dict[str, Any]) -> None:
+    found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["recording"].items()}
+    ours = {"record-1", "record-16", "add-dict", "add-tensordict"}
+    kinds = {"cartpole", "locomotion", "pixels"}
+    assert {f"{kind}-{side}" for kind in kinds for side in ours} <= found.keys()
+    assert all(data["cpu"] > 0 and data["p50"] <= data["p99"] for data in found.values())
+
+
 def test_looking_at_other_steps_is_measured(run: dict[str, Any]) -> None:
     found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["steps"].items()}
     assert [*found] == [

@@ -42,6 +42,7 @@ BEYOND = {
     "snapshots": "versions, with names that stay",
     "specs": "what values fields may have",
     "sql": "questions about everything in the store",
+    "record": "steps of an environment loop",
     "to_torch_dataset": "for torch's DataLoader",
     "trajectory": "all rows of an episode in order",
     "by_id": "rows by id, which no other row ever has",

@@ -52,7 +52,7 @@ CEILINGS: dict[str, int] = {
     "files that a sample runs through": 22,
     "functions that an extend runs": 95,
     "files that an extend runs through": 37,
-    "phrases of the old prose": 685,
+    "phrases of the old prose": 684,
     "lines of README.md": 610,
 }
 

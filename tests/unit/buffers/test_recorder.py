@@ -175,6 +175,40 @@ def test_several_lanes(tmp_path: Path) -> None:
         assert torch.equal(rows["next", "reward"][:, 0], 2.0**lane)
 
 
+@pytest.mark.parametrize("lanes", [None, 2])
+def test_steps_that_only_reset_are_left_out(tmp_path: Path, lanes: int | None) -> None:
+    """The step after an end resets; a lane that is not valid does not end an episode."""
+
+    def of_lanes(first: Any, second: Any) -> Any:
+        return first if lanes is None else np.array([first, second])
+
+    with expstore.open(tmp_path / "a.exp") as rb:
+        with rb.record("env", lanes=lanes, flush_steps=3, autoreset_mode="NextStep") as episode:
+            for k in range(12):
+                observation = np.full((4,) if lanes is None else (2, 4), k, np.float32)
+                valid = None if lanes is None else np.array([True, k != 2])
+                ends = of_lanes(k % 4 == 2, k == 2)
+                episode.step(
+                    observation, of_lanes(k, k), of_lanes(1.0, 1.0), observation + 1, ends, of_lanes(False, False),
+                    valid=valid,
+                )  # fmt: skip
+        counts = [(source, length) for source, length, _, _ in _by_lane(rb)]
+        first = [("env", 3), ("env", 3), ("env", 3)]
+        assert [entry for entry in counts if entry[0] == "env"] == first
+        assert [entry for entry in counts if entry[0] != "env"] == ([] if lanes is None else [("env//1", 11)])
+        assert 3 not in rb[:]["action"][:4].tolist() or lanes is not None
+
+
+def test_a_mode_is_gymnasiums(tmp_path: Path) -> None:
+    from gymnasium.vector import AutoresetMode
+
+    with expstore.open(tmp_path / "a.exp") as rb:
+        for mode in AutoresetMode:
+            rb.record(autoreset_mode=mode).close()
+        with pytest.raises(ValueError, match="'NextStep', 'SameStep'"):
+            rb.record(autoreset_mode="next")
+
+
 def _by_lane(rb: Any) -> list[tuple[Any, ...]]:
     return [
         (row["source"], row["length"], row["return"], row["status"])
