@@ -101,9 +101,8 @@ class Recorder:
                 raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")
         mode = getattr(autoreset_mode, "value", autoreset_mode)
         if mode not in (None, *_MODES):
-            raise ValueError(
-                f"autoreset_mode is {mode!r}; it is one of {', '.join(map(repr, _MODES))}, or None"
-            )
+            modes = ", ".join(map(repr, _MODES))
+            raise ValueError(f"autoreset_mode is {mode!r}; it is one of {modes}, or None")
         self._skips_resets = mode == "NextStep"
         #: Which lanes ended an episode by their last step. Shape `(lanes,)`, or `()`.
         self._ended: Array = np.zeros(() if lanes is None else lanes, np.bool_)

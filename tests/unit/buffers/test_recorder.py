@@ -188,10 +188,8 @@ def test_steps_that_only_reset_are_left_out(tmp_path: Path, lanes: int | None) -
                 observation = np.full((4,) if lanes is None else (2, 4), k, np.float32)
                 valid = None if lanes is None else np.array([True, k != 2])
                 ends = of_lanes(k % 4 == 2, k == 2)
-                episode.step(
-                    observation, of_lanes(k, k), of_lanes(1.0, 1.0), observation + 1, ends, of_lanes(False, False),
-                    valid=valid,
-                )  # fmt: skip
+                action, reward, truncated = of_lanes(k, k), of_lanes(1.0, 1.0), of_lanes(False, False)
+                episode.step(observation, action, reward, observation + 1, ends, truncated, valid=valid)
         counts = [(source, length) for source, length, _, _ in _by_lane(rb)]
         first = [("env", 3), ("env", 3), ("env", 3)]
         assert [entry for entry in counts if entry[0] == "env"] == first
