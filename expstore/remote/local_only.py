@@ -70,6 +70,7 @@ class LocalOnly:
     update_if_present = submit_update_if_present = _refused("changing rows", _MANAGE)
     mark_update = _refused("mark_update", "give the new priorities: update_priority(id=, priority=)")
     write_all = _refused("write_all", "extend()")
+    record = _refused("record", "extend() some steps at a time: each call is a request")
     sampler = property(_refused("the sampler", "describe it: connect(sampler=)"))
     set_sampler = _refused("set_sampler", "connect() once more, with another sampler=")
     can_sample = _refused("can_sample", "sample(): it raises NotReadyError; connect(wait=) waits for rows")

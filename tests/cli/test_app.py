@@ -33,6 +33,7 @@ from expstore.disk.files import Disk
 from expstore.maintenance import survey
 from expstore.storages.format import manifest
 from tests.support.commands import Cli, Done
+from tests.support.tuned import few_rows_in_memory
 
 pytestmark = pytest.mark.index
 
@@ -420,7 +421,8 @@ def test_info_of_several_shows_the_good_ones(cli: Cli, store: Path, tmp_path: Pa
     assert done.json["stores"][1]["rows"] == 25
 
 
-def test_a_writer_may_work_while_it_is_looked_at(store: Path) -> None:
+def test_a_writer_may_work_while_it_is_looked_at(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
     with expstore.open(store) as rb:
         for number in range(20):
             rb.extend(rows(10, start=10 * number), source="a")

@@ -37,7 +37,7 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS
 from expstore.writers.writers import TensorDictMaxValueWriter
 from tests.support.batches import numbered_rows
-from tests.support.tuned import set_spare_slots
+from tests.support.tuned import few_rows_in_memory, set_spare_slots
 
 MakeBatch = Callable[..., TensorDict]
 Open = Callable[..., TensorDictReplayBuffer]
@@ -710,7 +710,8 @@ def test_states_of_rows_in_ram() -> None:
 # -- followers -----------------------------------------------------------------------------------------------
 
 
-def test_followers_see_other_fields(store_path: Path) -> None:
+def test_followers_see_other_fields(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
     with (
         in_folder(store_path, 200) as rb,
         expstore.open(store_path, mode="r", batch_size=8, seed=4) as seen,

@@ -29,6 +29,7 @@ from expstore import (
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.transforms import StepTransform, StepView
 from tests.support.chi_square import Floats, chi_square, draws_needed, limit_of, one_off
+from tests.support.tuned import few_rows_in_memory
 
 STRATEGIES = ("future", "final", "episode", "random")
 UNREACHED = -1.0
@@ -403,7 +404,10 @@ def test_copies_go_on_with_the_next_goals() -> None:
     assert goals(rb, 3) == goals(other, 3)
 
 
-def test_a_follower_draws_goals_while_the_writer_overwrites(tmp_path: Path) -> None:
+def test_a_follower_draws_goals_while_the_writer_overwrites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_rows_in_memory(monkeypatch)
     rb = buffer(ZarrStorage(tmp_path / "run.exp", 60), strategy="episode")
     for episode in range(6):
         rb.extend(steps(episode, 10))

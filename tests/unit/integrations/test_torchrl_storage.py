@@ -187,8 +187,10 @@ KILLED = """
 import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 from tests.unit.integrations import test_torchrl_storage as test
+from tests.support.tuned import few_rows_in_memory
 from torchrl import data as theirs
 from expstore import ExpStorage
+from tests.support.tuned import few_rows_in_memory
 rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(sys.argv[1], capacity=40, seed=1, source="w"))
 for first in range(0, 60, 12):
     rb.extend(test.rows(12, first))
@@ -279,7 +281,8 @@ def test_samplers_of_our_own_are_told_of_new_rows(storage: ExpStorage) -> None:
     assert told == [1, 2, 3, 4]
 
 
-def test_another_process_reads(store_path: Path) -> None:
+def test_another_process_reads(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_rows_in_memory(monkeypatch)
     with ExpStorage(store_path, capacity=CAPACITY).buffer as kept:
         rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(kept), batch_size=8)
         rb.extend(rows(10))

@@ -28,7 +28,7 @@ from tests.support.batches import numbered_rows
 from tests.support.damaged_stores import Broken, flip, in_child, lost_ids
 from tests.support.framed_rows import half_noise_frames
 from tests.support.stores import extend_all, open_zarr
-from tests.support.tuned import set_spare_slots
+from tests.support.tuned import few_rows_in_memory, set_spare_slots
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -200,6 +200,7 @@ def test_a_kill_before_the_shape_has_grown_is_no_damage(
     A checkpoint may cover rows of that shard already: they are in the file of rows that are not packed.
     """
     path, cut = tmp_path / "run.exp", tmp_path / "cut.exp"
+    few_rows_in_memory(monkeypatch)
     grow_shape = writer.grow_shape
 
     def leave(*told: Any) -> None:

@@ -38,6 +38,7 @@ from expstore.samplers.base import Sampler
 from expstore.samplers.filter import Filter
 from expstore.sql.expressions import FACTS
 from tests.support.batches import episode_rows
+from tests.support.tuned import few_rows_in_memory
 
 LIMIT = 20.0  # seconds after which what should come has not come
 DRAWS = 40_000
@@ -910,7 +911,10 @@ def test_nothing_is_evaluated_while_a_process_forks(monkeypatch: pytest.MonkeyPa
     assert int(rb.sample(1000)["number"].max()) >= 100
 
 
-def test_sql_and_a_filter_of_a_copy_share_what_the_index_has(store_path: Path) -> None:
+def test_sql_and_a_filter_of_a_copy_share_what_the_index_has(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_rows_in_memory(monkeypatch)
     rb = on_disk(store_path, RandomSampler(where="episode.status = 'terminated'"))
     rb.extend(rows(20), source="a")
     rb.flush()
