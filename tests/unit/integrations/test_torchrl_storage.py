@@ -25,6 +25,7 @@ from expstore.storages.engine.open_settings import Settings
 from expstore.storages.memory import MemoryStorage
 from tests.support import warm_processes
 from tests.support.paths import ROOT
+from tests.support.tuned import few_rows_in_memory
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # some of its modules use what other ones call deprecated
@@ -187,10 +188,8 @@ KILLED = """
 import os, signal, sys, warnings
 warnings.simplefilter("ignore")
 from tests.unit.integrations import test_torchrl_storage as test
-from tests.support.tuned import few_rows_in_memory
 from torchrl import data as theirs
 from expstore import ExpStorage
-from tests.support.tuned import few_rows_in_memory
 rb = theirs.TensorDictReplayBuffer(storage=ExpStorage(sys.argv[1], capacity=40, seed=1, source="w"))
 for first in range(0, 60, 12):
     rb.extend(test.rows(12, first))
