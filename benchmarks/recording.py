@@ -1,4 +1,4 @@
-"""What a step of an environment loop costs: a recorder beside `add` and stable-baselines3's buffer.
+"""What a step of an environment loop costs: a recorder, `add`, and stable-baselines3's buffer.
 
 Run as `python benchmarks/recording.py`. All sides are given the same steps in turns of some hundreds; what is
 told is the CPU time of the whole process per step, with the work in the background, and the time of a call.

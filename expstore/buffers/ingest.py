@@ -307,25 +307,30 @@ class Ingest(StorePart):
         else:
             self._write_in_time(storage, batch, options, self._limiter)
 
+    def is_plain(self, schema: Schema) -> bool:
+        """Return whether rows go to the storage as they are, and only the storage has to know of them.
+
+        Transforms, writers and samplers can be set at any time: it is asked for each row.
+
+        Args:
+            schema: The fields of the rows.
+        """
+        sampler = self._sampling.sampler
+        return (
+            type(sampler).on_write is Sampler.on_write
+            and type(self.writer).write is RoundRobinWriter.write
+            and self._limiter is None
+            and not self._transform.transforms
+            and self._style.priority_place(sampler, schema) < 0
+        )
+
     def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows faster than `append_columns`; None: nothing does.
+        """Return what appends single rows faster than `append_columns` while `is_plain`; None: nothing does.
 
         Args:
             source: Name of the stream; None: the session's unnamed stream.
             schema: The fields of the rows.
         """
-        sampler = self._sampling.sampler
-        if (
-            type(sampler).on_write is not Sampler.on_write
-            or type(self.writer).write is not RoundRobinWriter.write
-            or self._limiter is not None
-            or self._transform.transforms
-        ):
-            return None
-        none: list[Array] = [np.empty((0, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
-        takes = self._style.takes_priorities(None)
-        if takes and self._style.priorities_in(sampler, schema, none) is not None:
-            return None
         return self._store.storage.writer().row_appender(source, schema)
 
     def cut(self, source: str | None) -> None:

@@ -44,7 +44,10 @@ class RecorderTarget(Protocol):
         """Append rows in the columns of the schema."""
 
     def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows faster than `append_columns`; None: nothing does."""
+        """Return what appends single rows faster while `is_plain`; None: nothing does."""
+
+    def is_plain(self, schema: Schema) -> bool:
+        """Return whether rows go to the storage as they are, and only the storage has to know of them."""
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session.
@@ -188,7 +191,8 @@ class Recorder:
             return
         self._filled = 0  # before: after an interruption no step is written twice
         try:
-            if self._appender is not None and self._appender.append(*block.outcome()):
+            appender = self._appender if self._target.is_plain(block.schema) else None
+            if appender is not None and appender.append(*block.outcome()):
                 return
             batch = block.batch(filled)
             if batch.count:
@@ -444,7 +448,7 @@ class _Block:
         steps: int,
         memory: Array | None,
     ) -> None:
-        self._schema, self._lanes, self._steps = schema, lanes, steps
+        self.schema, self._lanes, self._steps = schema, lanes, steps
         sizes = [steps * (lanes or 1) * entry.row_bytes for entry in schema.fields]
         parts = np.split(np.zeros(sum(sizes), np.uint8) if memory is None else memory, np.cumsum(sizes)[:-1])
         self._columns = [
@@ -522,7 +526,7 @@ class _Block:
         rows = steps * (self._lanes or 1)
         return [
             column.values[:steps].reshape(rows, *entry.shape)
-            for column, entry in zip(self._columns, self._schema.fields, strict=True)
+            for column, entry in zip(self._columns, self.schema.fields, strict=True)
         ]
 
     def batch(self, steps: int) -> Batch:
@@ -545,6 +549,6 @@ class _Block:
             count,
             lanes=lanes,
             lane_count=self._lanes or 1,
-            arranged=self._schema,
+            arranged=self.schema,
             linked=False,
         )

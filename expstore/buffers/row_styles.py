@@ -51,6 +51,10 @@ class RowStyle(ABC):
         """
 
     @abstractmethod
+    def priority_place(self, sampler: Sampler, schema: Schema) -> int:
+        """Return the place of the field with the priorities of new rows; -1: there is no such field."""
+
+    @abstractmethod
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the priorities that come with new rows, or None. Shape `(n,)`."""
 
@@ -98,6 +102,10 @@ class PlainRows(RowStyle):
                 "use a TensorDictReplayBuffer, or update_priority(index, priority)"
             )
         return False
+
+    def priority_place(self, sampler: Sampler, schema: Schema) -> int:
+        """Return -1."""
+        return -1
 
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return None."""

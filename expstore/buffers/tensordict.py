@@ -165,9 +165,13 @@ class TensorDictRows(RowStyle):
         """Return whether the caller does not decline it."""
         return asked is not False
 
+    def priority_place(self, sampler: Sampler, schema: Schema) -> int:
+        """Return the place of `priority_key`, if the sampler draws by priority and the rows have it."""
+        return schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
+
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the values of `priority_key`, if the sampler draws by priority and the rows have it."""
-        place = schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
+        place = self.priority_place(sampler, schema)
         if place < 0:
             return None
         return check_priorities(sampler.reduce(columns[place].astype(np.float64)))

@@ -88,7 +88,7 @@ VOID: dict[str, VoidKeyword] = {
         one_of(False),
     ),
     "sync": VoidKeyword(
-        "the store keeps the priorities; to sample beside a writing process, open the store with mode='r'",
+        "the store keeps the priorities; to sample while another process writes, open it with mode='r'",
         one_of(True),
     ),
     "transport": VoidKeyword(_SERVICE, one_of("auto", "direct")),

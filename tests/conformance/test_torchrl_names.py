@@ -216,7 +216,7 @@ EITHER: dict[str, list[object]] = {
     "fragmented": [True, False],
     "step_key": ["step_count", ("next", "step_count"), None],
 }
-#: What the classes cannot do without, beside the buffers.
+#: What the classes need besides the buffers.
 NEEDED: dict[str, dict[str, Any]] = {
     **BUFFERS,
     "SliceSampler": {"slice_len": 2},

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import (
+    ImmutableDatasetWriter,
     LazyTensorStorage,
     MemoryStorage,
     PrioritizedSampler,
@@ -465,6 +466,33 @@ def test_transforms_see_the_rows(tmp_path: Path) -> None:
     given = steps(3)
     record(rb, given, flush_steps=2)
     assert torch.equal(rb[:]["observation"], batch_of(given)["observation"] / 2)
+
+
+class Double:
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+    def inv(self, batch: TensorDict) -> TensorDict:
+        return batch.set("action", 2 * batch["action"])
+
+
+def test_what_is_set_while_steps_are_recorded_holds_for_the_next_step(tmp_path: Path) -> None:
+    with expstore.open(tmp_path / "a.exp", seed=0) as rb, rb.record("env-0") as episode:
+        given = steps(9, length=100)
+        for values in given[:3]:
+            episode.step(*values, td_error=1e-9)
+        former = rb.set_writer(ImmutableDatasetWriter())
+        with pytest.raises(StateError, match="doesn't allow writing"):
+            episode.step(*given[3], td_error=1e-9)
+        rb.set_writer(former)
+        rb.append_transform(Double())
+        episode.step(*given[4], td_error=1e-9)
+        assert rb[:]["action"].tolist() == [0, 1, 2, 0, 2]  # the refused step was kept
+        rb.set_sampler(PrioritizedSampler(1000, alpha=1.0, beta=1.0))
+        rb.update_priority(list(range(5)), torch.full((5,), 1e-9))
+        episode.step(*given[5], td_error=5.0)
+        episode.step(*given[6], td_error=1e-9)
+        assert set(rb.sample(64)["index"].tolist()) == {5}
 
 
 def test_priorities_that_come_with_the_rows_count() -> None:
