@@ -171,7 +171,7 @@ class TensorDictRows(RowStyle):
 
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
         """Return the values of `priority_key`, if the sampler draws by priority and the rows have it."""
-        place = self.priority_place(sampler, schema)
+        place = schema.place(to_key(self.priority_key)) if sampler.prioritized else -1
         if place < 0:
             return None
         return check_priorities(sampler.reduce(columns[place].astype(np.float64)))
