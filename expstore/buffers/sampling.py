@@ -133,29 +133,19 @@ class Sampling(StorePart):
         return batch, rows
 
     def _next(self, storage: ReadView, request: Request) -> tuple[Any, Selection]:
-        self.check_readable()
+        self.check_readable(storage)
         if self._prefetch:
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
         turn = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = self.draw(turn, request)
+        batch, rows = unmoved(storage, partial(self._draw, storage, turn, request, None))
         self.sampler.hand_out(storage, rows)
         return batch, rows
-
-    def draw(self, turn: Turn, request: Request, instead: Selection | None = None) -> tuple[Any, Selection]:
-        """Make the batch of a turn.
-
-        Args:
-            turn: Which draw it is.
-            request: What is asked for.
-            instead: Rows that have left, in whose place others are drawn.
-        """
-        storage = self._store.storage
-        return unmoved(storage, partial(self._draw, storage, turn, request, instead))
 
     def _draw(
         self, storage: ReadView, turn: Turn, request: Request, instead: Selection | None
     ) -> tuple[Any, Selection]:
+        """Make the batch of a turn, with others in the place of `instead`: rows that have left."""
         draws = self._draws or self._require_draws()
         rows, columns, view = self._read(storage, draws, turn, request.size, instead)
         numbers = draws.numbers(turn, _TRANSFORMS) if self._batches.transform.draws else None
@@ -198,14 +188,13 @@ class Sampling(StorePart):
         # Only a follower gets here: with the lock held nothing is overwritten in this process.
         raise StateError(OVERTAKEN, hint="sample less at once, or give the store a larger capacity")
 
-    def check_readable(self) -> None:
+    def check_readable(self, storage: ReadView) -> None:
         """Raise an error if no row can be drawn.
 
         Raises:
             NotReadyError: No row can be drawn.
             StateError: The store is closed.
         """
-        storage = self._store.storage
         if storage.closed:
             raise closed_error()
         if not self.sampler.left(storage):
@@ -253,9 +242,11 @@ class Sampling(StorePart):
 
     def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
         """Make a batch, if need be instead of one whose rows have left."""
-        self.check_readable()
+        storage = self._store.storage
+        self.check_readable(storage)
         changes = self._changes()
-        return Made(*self.draw(turn, request, instead), changes)
+        drawn = unmoved(storage, partial(self._draw, storage, turn, request, instead))
+        return Made(*drawn, changes)
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches made when this one was (None: any) may still be handed out."""

@@ -66,8 +66,7 @@ class SeededReplayBuffer:
             NotReadyError: There are no rows that may be drawn.
         """
         check_batch_size(batch_size)
-        self._sampling.check_readable()
+        self._sampling.check_readable(self._store.storage)
         if number is None:
             number = next(self._count)
-        batch, _ = self._sampling.draw((number, 0), Request(batch_size))
-        return batch
+        return self._sampling.make((number, 0), Request(batch_size)).batch

@@ -150,9 +150,10 @@ class Window:
     @property
     def rows(self) -> int:
         """How many rows can be read."""
-        return (
-            self.size if not self.gaps else self.size - self.gaps.upto(self.last) + self.gaps.upto(self.low)
-        )
+        gaps = self.gaps
+        if gaps is NO_GAPS:
+            return self.last - self.low
+        return self.last - self.low - gaps.upto(self.last) + gaps.upto(self.low)
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the readable ids as runs: (first id, rows); of an empty window one without rows."""

@@ -476,6 +476,8 @@ class Builder:
             (group, name, entry.dtype if entry.dtype in ("bfloat16", "object", ARROW) else "", entry.arrow)
             for (group, name), entry in zip(tree.leaves, schema.fields, strict=True)
         ]
+        # Of fields that are tensors as they are: names and places of those of each group.
+        self._tensors = None if any(special for _, _, special, _ in self._leaves) else _group_places(tree)
 
     def build(
         self,
@@ -492,12 +494,7 @@ class Builder:
             root: More tensors for its root.
             names: Of its last dims.
         """
-        groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
-        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
-            if special:
-                groups[group][name] = _special(special, arrow, column, size)
-            else:
-                groups[group][name] = torch.from_numpy(column)
+        groups = self._fill_groups(columns, size)
         groups[0].update(root)
         # Backwards: a group comes after its parent. Nothing is left to validate, which would cost more
         # than reading the rows.
@@ -511,6 +508,19 @@ class Builder:
             return _tensordict(groups[0], size, names, (), ())
         batch: TensorDict = TensorDict._new_unsafe(groups[0], size, device=None)
         return batch
+
+    def _fill_groups(self, columns: Iterable[Array], size: torch.Size) -> list[dict[str, Any]]:
+        """Return the tensors of each group by name."""
+        if self._tensors is not None:
+            tensors = list(map(torch.from_numpy, columns))
+            return [{name: tensors[place] for name, place in group} for group in self._tensors]
+        groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
+        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
+            if special:
+                groups[group][name] = _special(special, arrow, column, size)
+            else:
+                groups[group][name] = torch.from_numpy(column)
+        return groups
 
     def nest(self, columns: Iterable[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:
         """Return columns as nested dicts of arrays, which own them.
@@ -534,6 +544,14 @@ class Builder:
                 groups[group][name] = column
         groups[0].update(root)
         return groups[0]
+
+
+def _group_places(tree: _Tree) -> list[list[tuple[str, int]]]:
+    """Return names and places of the fields of each group."""
+    groups: list[list[tuple[str, int]]] = [[] for _ in range(len(tree.parents) + 1)]
+    for place, (group, name) in enumerate(tree.leaves):
+        groups[group].append((name, place))
+    return groups
 
 
 #: Sizes and names of the dims that a group has beyond its root's.

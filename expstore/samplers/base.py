@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from expstore.core.id_set import NO_GAPS
 from expstore.core.values import Array, IntArray, Key, Selection, Window
 from expstore.errors import NotReadyError
 from expstore.samplers.filter import Filter, Where, split_where
@@ -265,6 +266,6 @@ def readable(storage: ReadView) -> Window:
         NotReadyError: There is none: a very long extend, or `empty`, has given up all rows at this moment.
     """
     window = storage.window
-    if window.low >= window.last or (window.gaps and not window.rows):
+    if window.low >= window.last or (window.gaps is not NO_GAPS and not window.rows):
         raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
     return window

@@ -22,6 +22,8 @@ from expstore.schema.row_fields import ROW_FIELDS
 from expstore.schema.row_traits import RowTraits
 from expstore.schema.schema import Field, Schema
 from expstore.storages.base import Keys, Rows
+from expstore.storages.columns.flat import WIDE_ROW
+from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
 from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
@@ -63,6 +65,7 @@ class MemoryStorage(PortableStorage):
         super().__init__(capacity, ndim=ndim, seed=seed, flatten=flatten)
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
+        self._prefetcher = RowPrefetcher(self._narrow_columns)
         self._reshaping = Reshaping(self.locks.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -239,7 +242,14 @@ class MemoryStorage(PortableStorage):
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
+        self._prefetcher.ask(slots, wanted)
         return [self._taken(place, slots) for place in wanted]
+
+    def _narrow_columns(self, places: Sequence[int]) -> list[Array]:
+        """Return the rows of those columns whose rows are copied one by one."""
+        columns = (self._columns[place] for place in places)
+        arrays = [column for column in columns if isinstance(column, np.ndarray)]
+        return [rows for rows in arrays if rows.strides[0] < WIDE_ROW and not rows.dtype.hasobject]
 
     def _taken(self, place: int, slots: IntArray) -> Any:
         column = self._columns[place]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.values import IntArray, key_name
+from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.files import Disk
 from expstore.disk.filesystem import fills_holes
 from expstore.errors import StorageError
@@ -33,6 +33,7 @@ from expstore.storages.columns.flat import FlatColumn, find_flat
 from expstore.storages.columns.packed.column import PackedRows, holds_chunks
 from expstore.storages.columns.packed.pairs import pair_columns
 from expstore.storages.columns.packed.reader import PackedReader
+from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.paths import SEGMENTS
 from expstore.storages.format.zarr_metadata import read_packing
@@ -104,6 +105,7 @@ class ColumnSet:
         #: The packed columns that keep rows in others.
         self.pairs = pair_columns(packed)
         self._together: list[ReadTogether] = [*self.pairs, *variable]
+        self._prefetcher = RowPrefetcher(self._narrow_views)
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows of columns out as they are kept; what has rows of two of them is read once.
@@ -118,12 +120,18 @@ class ColumnSet:
         Raises:
             CorruptionError: They lie in a damaged file.
         """
+        self._prefetcher.ask(slots, places)
         if not self._together:
             return [self.columns[place].take(slots) for place in places]
         taken: dict[int, Any] = {}
         for columns in self._together:
             taken |= columns.take(slots, places)
         return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
+
+    def _narrow_views(self, places: Sequence[int]) -> list[Array]:
+        """Return the rows of those columns whose rows are copied one by one."""
+        flat = [self.flat[place] for place in places if place in self.flat]
+        return [column.view for column in flat if column.is_narrow]
 
     def sizes(self, slots: IntArray) -> IntArray:
         """Return how many bytes rows take in fields whose rows have no fixed size. Shapes `(n,)`.

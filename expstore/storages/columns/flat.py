@@ -335,6 +335,11 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             yield number, row, done, n
             done += n
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether there are rows to be read, which are short enough that the time goes into finding them."""
+        return not self.blank and self.row_bytes < self.wide_row
+
     def take(self, slots: IntArray) -> Array:
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`."""
         if self.blank:

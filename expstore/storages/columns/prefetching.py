@@ -1,0 +1,90 @@
+"""Rows of several columns, asked for before they are copied.
+
+Used by sets of columns, on disk and in RAM. Copying 256 rows of 11 fields out of a million takes half the
+time then: the copies find them in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from expstore.core.values import Array, IntArray
+from expstore.kernels.loader import compiling, load_in_background
+
+__all__ = ["RowPrefetcher"]
+
+#: Fewer rows are copied as quickly without.
+_FEW_ROWS = 16
+#: More than fit into the cache of one core would push each other out.
+_MOST_BYTES = 512 * 1024
+#: After so many batches the loop is loaded, which takes a second of another thread, and after as many again
+#: columns are looked for anew.
+_BATCHES = 64
+
+
+class RowPrefetcher:
+    """Ask the processor for rows that are about to be copied.
+
+    It changes no result. Threads: any number may use it.
+
+    Args:
+        views: Returns those of some columns, given by place, whose rows are narrow. C-contiguous, shapes
+            `(slots, *row shape)`.
+    """
+
+    def __init__(self, views: Callable[[Sequence[int]], Sequence[Array]]) -> None:
+        self._views = views
+        self._loop: Any = None
+        self._batches = 0
+        self._known: _Addresses | None = None
+
+    def ask(self, slots: IntArray, places: Sequence[int]) -> None:
+        """Ask for rows of some columns.
+
+        Args:
+            slots: Which rows. Shape `(n,)`.
+            places: Of the columns.
+        """
+        loop, known = self._loop, self._known
+        self._batches += 1
+        if known is None or not self._batches % _BATCHES or known.places != places:
+            if loop is None:
+                if self._batches == _BATCHES:
+                    load_in_background(self._load)
+                return
+            known = self._known = _Addresses.of(places, self._views(places))
+        if _FEW_ROWS <= slots.size <= known.most_rows and slots.flags.carray:
+            loop(known.starts, known.sizes, slots)
+
+    def _load(self) -> None:
+        with compiling:
+            from expstore.kernels.prefetch_rows import prefetch_rows
+        self._loop = prefetch_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Addresses:
+    """Where columns were the last time that somebody looked: one that grows moves now and then.
+
+    Args:
+        places: Of the columns that were asked for.
+        starts: Where each narrow one begins. Shape `(columns,)`.
+        sizes: How many bytes its rows have. Shape `(columns,)`.
+        most_rows: Of how many rows the cache has room for.
+    """
+
+    places: Sequence[int]
+    starts: IntArray
+    sizes: IntArray
+    most_rows: int
+
+    @staticmethod
+    def of(places: Sequence[int], views: Sequence[Array]) -> _Addresses:
+        """Look where columns are."""
+        sizes = np.array([view.strides[0] for view in views], np.int64)
+        starts = np.array([view.ctypes.data for view in views], np.int64)
+        return _Addresses(places, starts, sizes, _MOST_BYTES // max(1, int(sizes.sum())) if views else 0)

@@ -1,0 +1,95 @@
+"""Rows asked for before they are copied: nothing but the time of a copy may depend on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from expstore.kernels.prefetch_rows import prefetch_rows
+from expstore.storages.columns import prefetching
+from expstore.storages.columns.prefetching import RowPrefetcher
+
+
+class Asked:
+    """Stands for the compiled loop, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int], int]] = []
+
+    def __call__(self, starts: np.ndarray, sizes: np.ndarray, slots: np.ndarray) -> None:
+        prefetch_rows(starts, sizes, slots)
+        self.calls.append((starts.tolist(), sizes.tolist(), slots.size))
+
+
+def loaded(views: object) -> tuple[RowPrefetcher, Asked]:
+    found, asked = RowPrefetcher(views), Asked()
+    found._loop = asked
+    return found, asked
+
+
+def test_asks_for_the_rows_of_the_columns_wanted() -> None:
+    columns = [np.zeros((100, 3), np.float32), np.zeros(100, np.int64), np.zeros((100, 1), np.bool_)]
+    prefetcher, asked = loaded(lambda places: [columns[place] for place in places])
+    prefetcher.ask(np.arange(32), range(3))
+    prefetcher.ask(np.arange(20), [1])
+    assert asked.calls == [
+        ([column.ctypes.data for column in columns], [12, 8, 1], 32),
+        ([columns[1].ctypes.data], [8], 20),
+    ]
+
+
+@pytest.mark.parametrize("slots", [np.arange(15), np.arange(100_000), np.arange(64)[::2]])
+def test_does_not_ask_where_it_would_not_help(slots: np.ndarray) -> None:
+    column = np.zeros((100_000, 3), np.float32)
+    prefetcher, asked = loaded(lambda places: [column])
+    prefetcher.ask(slots, range(1))
+    assert asked.calls == []
+
+
+def test_asks_for_nothing_where_no_column_is_narrow() -> None:
+    prefetcher, asked = loaded(lambda places: [])
+    prefetcher.ask(np.arange(32), range(1))
+    assert asked.calls == []
+
+
+def test_looks_for_columns_anew_now_and_then() -> None:
+    columns = [np.zeros(100)]
+    prefetcher, asked = loaded(lambda places: columns)
+    prefetcher.ask(np.arange(32), range(1))
+    moved = columns[0] = np.zeros(200)
+    for _ in range(prefetching._BATCHES):
+        prefetcher.ask(np.arange(32), range(1))
+    assert asked.calls[-1][0] == [moved.ctypes.data]
+
+
+def test_passes_over_addresses_without_memory() -> None:
+    prefetch_rows(np.array([0, 1 << 46]), np.array([200, 7]), np.arange(100))
+
+
+def test_the_loop_is_loaded_after_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[object] = []
+    monkeypatch.setattr(prefetching, "load_in_background", loads.append)
+    column = np.zeros((100, 3), np.float32)
+    prefetcher = RowPrefetcher(lambda places: [column])
+    for _ in range(prefetching._BATCHES - 1):
+        prefetcher.ask(np.arange(32), range(1))
+    assert not loads
+    prefetcher.ask(np.arange(32), range(1))
+    assert len(loads) == 1
+    loads[0]()
+    assert prefetcher._loop is prefetch_rows
+
+
+def test_samples_are_the_same_with_and_without(tmp_path: Path) -> None:
+    import expstore
+
+    rows = {"a": np.arange(3000, dtype=np.float32).reshape(1000, 3), "b": np.arange(1000)}
+    batches: list[list[np.ndarray]] = []
+    for number, loop in enumerate((None, prefetch_rows)):
+        with expstore.open(tmp_path / f"{number}.exp", capacity=1000, batch_size=64, seed=1) as rb:
+            rb.extend(rows)
+            rb.storage._state.columns._prefetcher._loop = loop
+            batches.append([rb.sample(as_numpy=True)["a"] for _ in range(5)])
+    np.testing.assert_array_equal(batches[0], batches[1])
