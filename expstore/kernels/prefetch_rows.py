@@ -1,6 +1,6 @@
-"""A compiled loop that asks the processor for rows which are about to be copied.
+"""Ask the processor for memory that is about to be read: a line of its cache, or rows of columns.
 
-Used by columns of narrow rows. Rows drawn at random lie apart from one another in memory, and a copy would
+Used by columns of narrow rows and by sum trees. Rows drawn at random lie apart from one another in memory, and a copy would
 wait for one after the other; asked for beforehand, many are on their way at once. Nothing is read: an address
 without memory behind it is passed over.
 """
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from expstore.kernels.file_loops import compiled
 
-__all__ = ["prefetch_rows"]
+__all__ = ["prefetch_line", "prefetch_rows"]
 
 Ints = NDArray[Any]
 
@@ -35,7 +35,8 @@ def _prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-_ask: Any = intrinsic(_prefetch)
+#: Its address; to be called in compiled loops.
+prefetch_line: Any = intrinsic(_prefetch)
 _LINE = 64
 
 
@@ -53,6 +54,6 @@ def prefetch_rows(columns: Ints, sizes: Ints, slots: Ints) -> None:
             at = columns[column] + slots[row] * sizes[column]
             last = at + sizes[column] - 1
             while at < last:
-                _ask(at)
+                prefetch_line(at)
                 at += _LINE
-            _ask(last)
+            prefetch_line(last)

@@ -6,6 +6,7 @@ B.2.1, keeps a binary one), with the smallest weight beside the sum. It knows no
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from expstore.core.values import IntArray
 from expstore.kernels.file_loops import compiled
+from expstore.kernels.prefetch_rows import prefetch_line
 
 __all__ = ["SumTree", "raise_priorities"]
 
@@ -21,10 +23,13 @@ Floats = NDArray[np.float64]
 
 #: Children of a node. Eight float64 are one cache line.
 FAN = 8
+_FAN_BITS = 3
 #: From this share of the leaves on, all sums are made anew instead of one by one.
 _BULK = 1 / 16
 #: Levels of up to so many nodes are taken to be in the cache.
 _CACHED = 4096
+#: Bytes of a number.
+_ITEM = 8
 
 _ARRAYS = "float64[::1], float64[::1], int64[::1]"
 
@@ -35,9 +40,10 @@ def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
     total = ((sums[first] + sums[first + 1]) + (sums[first + 2] + sums[first + 3])) + (
         (sums[first + 4] + sums[first + 5]) + (sums[first + 6] + sums[first + 7])
     )
-    least = smallest[first]
-    for node in range(first + 1, first + FAN):
-        least = smallest[node] if smallest[node] < least else least
+    least = min(
+        min(min(smallest[first], smallest[first + 1]), min(smallest[first + 2], smallest[first + 3])),
+        min(min(smallest[first + 4], smallest[first + 5]), min(smallest[first + 6], smallest[first + 7])),
+    )
     return total, least
 
 
@@ -49,20 +55,25 @@ def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, wei
     are above many of the leaves, are made once.
     """
     bottom = levels.size - 2
+    for level in range(bottom, -1, -1):
+        if levels[level + 1] - levels[level] > _CACHED:
+            for i in range(places.size):
+                at = (levels[level] + (places[i] >> (bottom - level) * _FAN_BITS)) * _ITEM
+                prefetch_line(sums.ctypes.data + at)
+                prefetch_line(smallest.ctypes.data + at)
     for i in range(places.size):
         leaf = levels[bottom] + places[i]
         sums[leaf] = weights[i]
         smallest[leaf] = weights[i] if weights[i] > 0 else np.inf
-    width = FAN
     for level in range(bottom, 0, -1):
+        bits = (bottom - level + 1) * _FAN_BITS
         parents = (levels[level + 1] - levels[level]) // FAN
         whole = parents <= places.size
         for i in range(parents if whole else places.size):
-            parent = i if whole else places[i] // width
+            parent = i if whole else places[i] >> bits
             total, least = _gather(sums, smallest, levels[level] + parent * FAN)
             sums[levels[level - 1] + parent] = total
             smallest[levels[level - 1] + parent] = least
-        width *= FAN
 
 
 @compiled(f"void({_ARRAYS})")
@@ -86,8 +97,8 @@ def _find(sums: Floats, levels: IntArray, masses: Floats, places: IntArray, weig
     places[:] = 0
     for level in range(bottom + 1):
         if levels[level + 1] - levels[level] > _CACHED:
-            for i in range(rest.size):  # so short a loop asks for the lines of many masses at once
-                weights[i] = sums[levels[level] + places[i] * FAN]
+            for i in range(rest.size):
+                prefetch_line(sums.ctypes.data + (levels[level] + places[i] * FAN) * _ITEM)
         for i in range(rest.size):
             mass = rest[i]
             first = levels[level] + places[i] * FAN
@@ -124,6 +135,19 @@ def _raise(priorities: Any, places: IntArray, eps: float, alpha: float, weights:
     """Fill weights with (p + eps) ** alpha, the same to the last bit however many there are."""
     for i in range(places.size):
         weights[i] = (np.float64(priorities[places[i]]) + eps) ** alpha
+
+
+@compiled(f"float64({_ARRAYS}, float64[::1], int64[::1], float64[::1])")
+def _draw(
+    sums: Floats, smallest: Floats, levels: IntArray, shares: Floats, places: IntArray, weights: Floats
+) -> float:
+    """Find the places at shares of the sum, and their weights as multiples of the smallest; return that."""
+    total, least = _gather(sums, smallest, 0)
+    if np.isfinite(least):
+        _find(sums, levels, shares * total, places, weights)
+        for i in range(weights.size):
+            weights[i] /= least
+    return least
 
 
 def _in_lines(count: int) -> Floats:
@@ -231,6 +255,20 @@ class SumTree:
         places, weights = np.empty(masses.size, np.int64), np.empty(masses.size)
         _find(self._sums, self._levels, masses, places, weights)
         return places, weights
+
+    def draw(self, shares: Floats) -> tuple[IntArray, Floats] | None:
+        """Find the places at shares of the sum of all weights.
+
+        Args:
+            shares: At least 0, less than 1. Shape `(n,)`, float64.
+
+        Returns:
+            Places, int64, and their weights as multiples of the smallest, float64. Shapes `(n,)`. None: all
+            weights are 0.
+        """
+        places, weights = np.empty(shares.size, np.int64), np.empty(shares.size)
+        least = _draw(self._sums, self._smallest, self._levels, shares, places, weights)
+        return (places, weights) if math.isfinite(least) else None
 
 
 def raise_priorities(

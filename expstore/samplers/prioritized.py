@@ -151,11 +151,11 @@ class PrioritizedSampler(Sampler):
     def _by_priority(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
-            smallest, window = tree.smallest, self._weights.window
-            if not math.isfinite(smallest):
-                return None
-            places, weights = tree.find(generator.random(size) * tree.total)
-        bias = self._undo_bias(weights / smallest)
+            window, found = self._weights.window, tree.draw(generator.random(size))
+        if found is None:
+            return None
+        places, chances = found
+        bias = self._undo_bias(chances)
         return Selection(storage.geometry.ids_in(places, window.last), {("priority_weight",): bias})
 
     def _undo_bias(self, chances: Array) -> Array:

@@ -22,6 +22,7 @@ __all__ = ["Priorities", "PriorityWatcher", "StoredPriorities", "check_prioritie
 
 #: Priorities in a page of 4 KiB.
 PAGE_ROWS = 1024
+_PAGE_BITS = PAGE_ROWS.bit_length() - 1
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -186,7 +187,7 @@ class StoredPriorities(Priorities):
 
     def note_changed(self, slots: IntArray) -> None:
         """Note that the column lacks the values of these slots. Shape `(n,)`."""
-        self._dirty[slots // PAGE_ROWS] = True
+        self._dirty[slots >> _PAGE_BITS] = True
 
     def write(self, column: FlatColumn) -> set[File]:
         """Write dirty pages to a column; return the files that were written to.
