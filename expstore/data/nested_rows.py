@@ -7,6 +7,7 @@ the usual way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -18,9 +19,22 @@ from expstore.core.values import IntArray, key_name, to_key
 from expstore.data.nested_tensors import is_packed, jagged, stack_values, strided
 from expstore.errors import SchemaError
 
-__all__ = ["join_rows", "take_rows"]
+__all__ = ["join_rows", "split_rows", "take_rows"]
 
 _Batch = TypeVar("_Batch", bound=TensorDictBase)
+
+
+def split_rows(batch: _Batch, lengths: Sequence[int]) -> list[_Batch]:
+    """Return runs of rows that follow one another: `batch.split(lengths)`, of nested tensors, too.
+
+    Args:
+        batch: One batch dim.
+        lengths: How many rows each run has; together all of them.
+    """
+    if not _nested(batch):
+        return list(batch.split(list(lengths)))
+    stops = itertools.accumulate(lengths)
+    return [take_rows(batch, slice(stop - rows, stop)) for rows, stop in zip(lengths, stops, strict=True)]
 
 
 def take_rows(batch: _Batch, rows: Any) -> _Batch:

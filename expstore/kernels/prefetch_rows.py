@@ -1,8 +1,8 @@
 """Ask the processor for memory that is about to be read: a line of its cache, or rows of columns.
 
-Used by columns of narrow rows and by sum trees. Rows drawn at random lie apart from one another in memory, and a copy would
-wait for one after the other; asked for beforehand, many are on their way at once. Nothing is read: an address
-without memory behind it is passed over.
+Used by columns of narrow rows and by sum trees. Rows drawn at random lie apart from one another in memory,
+and a copy would wait for one after the other; asked for beforehand, many are on their way at once. Nothing is
+read: an address without memory behind it is passed over.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def _draw(
         _find(sums, levels, shares * total, places, weights)
         for i in range(weights.size):
             weights[i] /= least
-    return least
+    return float(least)
 
 
 def _in_lines(count: int) -> Floats:

@@ -273,6 +273,7 @@ class _Field(_PerStep):
     def __init__(self, key: Any, text: str) -> None:
         path = to_key(key)
         key = path if len(path) > 1 else path[0]
+        self._key = key
 
         def value(trajectory: Any) -> Any:
             found = trajectory.get(key)
@@ -283,7 +284,13 @@ class _Field(_PerStep):
         super().__init__(value, text, frozenset({key}))
 
     def _reduced(self, reduce: Callable[[Any], Any], word: str) -> _Expression:
-        return _Expression(lambda t: reduce(self._value(t)), f"{self._text}.{word}()", self._keys)
+        key = self._key
+
+        def reduced(trajectory: Any) -> Any:
+            known = trajectory.reduced(key, word) if hasattr(trajectory, "reduced") else None
+            return reduce(self._value(trajectory)) if known is None else known
+
+        return _Expression(reduced, f"{self._text}.{word}()", self._keys)
 
     def sum(self) -> _Expression:
         """Add up all its values."""

@@ -6,9 +6,9 @@ fields that a condition names, and whole rows only where it is met.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_ten
 from expstore.core.values import Array, IntArray, Key, to_key
 from expstore.data.batch import Builder
 from expstore.data.containers import form_of
-from expstore.data.nested_rows import take_rows
+from expstore.data.nested_rows import split_rows, take_rows
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.schema.row_selection import no_rows
@@ -26,12 +26,15 @@ from expstore.schema.schema import Schema
 from expstore.storages.indexing import read_present
 from expstore.storages.read_view import ReadView
 from expstore.trajectories.predicates import NAMES, Condition, Trajectory, check_predicate, find_entry, split
+from expstore.trajectories.reductions import reduce_runs
 from expstore.transforms import Compose
 
 __all__ = ["find_trajectories"]
 
 #: About so many rows are read at once.
 _CHUNK = 1 << 16
+#: Trajectories that are found share memory up to so much: who keeps one of them keeps all of it.
+_RESULT_BYTES = 1 << 20
 
 NestedKey = str | Key
 
@@ -97,26 +100,26 @@ def _among_rows(
         raise TypeError(
             "ReplayBuffer.query requires a tensordict-backed storage: rows of other kinds have no fields"
         )
-    everything = _Plan(
-        storage.require_schema(), list(range(len(storage.require_schema().fields))), transform, True
-    )
+    schema = storage.require_schema()
+    everything = _Plan(schema, list(range(len(schema.fields))), transform, True)
     plan = everything if predicate is None else _plan(storage, transform, predicate)
-    for runs in _chunks(_runs(storage, trajectory_key)):
+    together = max(1, _RESULT_BYTES // max(1, sum(entry.row_bytes for entry in schema.fields)))
+    for runs in _runs(storage, trajectory_key).chunks(_CHUNK):
         seen = _read(storage, plan, runs)
-        for at in seen.asked(predicate):
-            if plan.whole:
-                yield seen.trajectory(at)
-            else:
-                found = _read(storage, everything, [seen.ids[at]])
-                yield from map(found.trajectory, found.spans)
+        chosen = seen.find(predicate)
+        if plan.whole:
+            yield from seen.trajectories() if predicate is None else map(seen.trajectory, chosen)
+            continue
+        for found in seen.runs.take(chosen).chunks(together):
+            yield from _read(storage, everything, found).trajectories()
 
 
 def _none(schema: Schema) -> list[Array]:
     return [no_rows(entry) for entry in schema.fields]
 
 
-def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> list[IntArray]:
-    """Return the ids of the rows of each trajectory, in the order of its steps."""
+def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> _Runs:
+    """Return all trajectories, the oldest first, lane after lane."""
     keys, schema = storage.keys, storage.require_schema()
     name = None if trajectory_key is None else to_key(trajectory_key)
     if name is not None and name not in schema:
@@ -138,48 +141,88 @@ def _runs(storage: ReadView, trajectory_key: NestedKey | None) -> list[IntArray]
         chosen = np.flatnonzero(lengths > 0)
         lengths = lengths[chosen]
         ids = runs.rows(chosen, runs.first[chosen].copy(), lengths)
-    found = np.split(ids, np.cumsum(lengths)[:-1])
-    return sorted(found, key=lambda one: ((int(one[0]) - 1) % storage.geometry.lanes, int(one[0])))
+    found = _Runs(ids, lengths)
+    first = ids[found.starts]
+    order = np.lexsort((first, (first - 1) % storage.geometry.lanes))
+    return found if (order[1:] > order[:-1]).all() else found.take(order)
 
 
-def _chunks(runs: Sequence[IntArray]) -> Iterator[list[IntArray]]:
-    """Yield some runs at a time."""
-    chunk: list[IntArray] = []
-    rows = 0
-    for ids in runs:
-        if chunk and rows + ids.size > _CHUNK:
-            yield chunk
-            chunk, rows = [], 0
-        chunk.append(ids)
-        rows += ids.size
-    if chunk:
-        yield chunk
+@dataclass(frozen=True)
+class _Runs:
+    """The rows of some trajectories, one behind another.
+
+    Args:
+        ids: Of the rows, in the order of their steps. Shape `(rows,)`.
+        lengths: How many each has, at least one. Shape `(trajectories,)`.
+    """
+
+    ids: IntArray
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        return self.lengths.size
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """Where each begins. Shape `(trajectories,)`."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def take(self, chosen: IntArray) -> _Runs:
+        """Return those with these numbers."""
+        lengths, starts = self.lengths[chosen], self.starts[chosen]
+        moved = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+        return _Runs(self.ids[moved + np.arange(moved.size)], lengths)
+
+    def chunks(self, rows: int) -> Iterator[_Runs]:
+        """Yield some at a time: about so many rows, or one trajectory."""
+        done, first = 0, 0
+        while first < len(self):
+            stop = max(first + 1, int(np.searchsorted(self.starts, done + rows, side="right")) - 1)
+            stop = len(self) if self.ids.size <= done + rows else stop
+            lengths = self.lengths[first:stop]
+            size = int(lengths.sum())
+            yield _Runs(self.ids[done : done + size], lengths)
+            done, first = done + size, stop
+
+    def among(self, ids: IntArray) -> _Runs:
+        """Return what is left if only these rows are."""
+        if ids.size == self.ids.size:
+            return self
+        left = np.add.reduceat(np.isin(self.ids, ids), self.starts, dtype=np.int64)
+        return _Runs(ids, left[left > 0])
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Rows of some trajectories.
+    """What was read of some trajectories.
 
     Args:
-        ids: Whose they are. Shape `(rows,)`.
-        batch: What they hold.
-        spans: Which of them are a trajectory.
+        runs: Their rows.
+        batch: What these hold.
     """
 
-    ids: IntArray
+    runs: _Runs
     batch: Any
-    spans: list[slice]
 
-    def trajectory(self, at: slice) -> Any:
+    def trajectory(self, number: int) -> Any:
         """Return a trajectory as users get it."""
-        return Trajectory(take_rows(self.batch, at))
+        start = int(self.runs.starts[number])
+        return Trajectory(take_rows(self.batch, slice(start, start + int(self.runs.lengths[number]))))
 
-    def asked(self, predicate: Callable[[Any], Any] | None) -> Iterator[slice]:
-        """Yield the spans of those that meet a condition."""
-        glance = _Glance(self) if isinstance(predicate, Condition) else None
-        for at in self.spans:
-            if predicate is None or predicate(self.trajectory(at) if glance is None else glance.move(at)):
-                yield at
+    def trajectories(self) -> Iterator[Any]:
+        """Yield all of them as users get them."""
+        if len(self.runs):
+            for rows in split_rows(self.batch, self.runs.lengths.tolist()):
+                yield Trajectory(rows, batch_size=rows.batch_size)
+
+    def find(self, predicate: Callable[[Any], Any] | None) -> IntArray:
+        """Return the numbers of those that meet a condition."""
+        numbers = range(len(self.runs))
+        if isinstance(predicate, Condition):
+            glance = _Glance(self)
+            return np.array([number for number in numbers if predicate(glance.move(number))], np.int64)
+        met = [n for n in numbers if predicate is None or predicate(self.trajectory(n))]
+        return np.array(met, np.int64)
 
 
 class _Glance:
@@ -189,50 +232,72 @@ class _Glance:
     """
 
     def __init__(self, seen: _Seen) -> None:
-        self._seen, self._at = seen, slice(0)
+        self._seen, self._number = seen, 0
         self._fields: dict[NestedKey, tuple[Any, bool]] = {}  # and whether they can be cut
+        self._reduced: dict[tuple[NestedKey, str], Array | None] = {}
 
-    def move(self, at: slice) -> _Glance:
-        """Be the trajectory in a span."""
-        self._at = at
+    def move(self, number: int) -> _Glance:
+        """Be the trajectory with this number."""
+        self._number = number
         return self
 
     @property
     def length(self) -> int:
         """How many transitions it has."""
-        return int(self._at.stop - self._at.start)
+        return int(self._seen.runs.lengths[self._number])
 
     @property
-    def total_reward(self) -> torch.Tensor:
+    def total_reward(self) -> Any:
         """The sum of its rewards."""
+        found = self.reduced("reward", "sum")
+        if found is not None:
+            return found
         rewards = self.get("reward")
         if rewards is None:
-            rewards = self._seen.trajectory(self._at).reward  # which says what there is
+            rewards = self._seen.trajectory(self._number).reward  # which says what there is
         return torch.as_tensor(rewards).sum()
 
     def get(self, key: NestedKey) -> Any:
         """Return an entry, of the root or else below `next`; None if there is none."""
+        values, plain = self._entry(key)
+        if not plain:
+            return self._seen.trajectory(self._number).get(key)
+        if values is None:
+            return None
+        start = int(self._seen.runs.starts[self._number])
+        return values[start : start + self.length]
+
+    def reduced(self, key: NestedKey, word: str) -> Any:
+        """Return a field reduced to a number; None: it must be asked of the entry itself.
+
+        The first time it is computed for all trajectories.
+        """
+        if (key, word) not in self._reduced:
+            values, plain = self._entry(key)
+            runs = self._seen.runs
+            found = (
+                reduce_runs(values, runs.starts, runs.lengths, word) if plain and values is not None else None
+            )
+            self._reduced[key, word] = found
+        found = self._reduced[key, word]
+        return None if found is None else found[self._number]
+
+    def _entry(self, key: NestedKey) -> tuple[Any, bool]:
         if key not in self._fields:
             values = find_entry(self._seen.batch, key)
             plain = values is None or (isinstance(values, torch.Tensor) and not values.is_nested)
             self._fields[key] = values, plain
-        values, plain = self._fields[key]
-        if not plain:
-            return self._seen.trajectory(self._at).get(key)
-        return None if values is None else values[self._at]
+        return self._fields[key]
 
 
-def _read(storage: ReadView, plan: _Plan, runs: Sequence[IntArray]) -> _Seen:
+def _read(storage: ReadView, plan: _Plan, runs: _Runs) -> _Seen:
     """Return trajectories as the plan has them; none of those that have left."""
-    wanted = np.concatenate(runs)
     ids, columns, view = plan.transform.read(
-        storage, lambda: wanted[storage.window.holds(wanted)], plan.places
+        storage, lambda: runs.ids[storage.window.holds(runs.ids)], plan.places
     )
+    left = runs.among(ids)
     if not ids.size:
-        return _Seen(ids, None, [])
-    lengths = [one.size for one in runs]
-    if sum(lengths) != ids.size:
-        lengths = [int(np.isin(one, ids).sum()) for one in runs]
+        return _Seen(left, None)
     if plan.whole:
         batch = form_of(storage).build(columns, (ids.size,), {})
     elif plan.schema is None:
@@ -241,9 +306,7 @@ def _read(storage: ReadView, plan: _Plan, runs: Sequence[IntArray]) -> _Seen:
         batch = Builder(plan.schema).build(columns, torch.Size((ids.size,)), {})
     if view is not None:
         batch = plan.transform.apply(batch, view)
-    ends = itertools.accumulate(lengths)
-    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True) if length]
-    return _Seen(ids, _transformed(plan.transform, batch, ids.size), spans)
+    return _Seen(left, _transformed(plan.transform, batch, ids.size))
 
 
 def _transformed(transform: Compose, batch: Any, rows: int) -> Any:

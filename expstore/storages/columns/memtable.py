@@ -316,7 +316,14 @@ class Memtable(RowsOver, Generic[_Pin]):
 
     def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
         """Return whether one of these slots is of a recent row; rows that come now are later ones."""
-        return bool((self._numbers(columns, slots) >= 0).any())
+        first_id, count = self.span
+        start = first_id - 1
+        if columns.slots is not None:
+            start %= columns.slots
+            if start + count > columns.slots:  # they lie at both ends of the ring
+                return bool((self._numbers(columns, slots) >= 0).any())
+        # What lies before the first is a very large number without its sign: one comparison tells both.
+        return bool(((slots - start).view(np.uint64) < count).any())
 
     def _numbers(self, columns: ColumnSet, slots: IntArray) -> IntArray:
         """Return which number each slot has among the recent rows; -1: it is of none. Shapes `(n,)`."""

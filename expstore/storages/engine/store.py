@@ -597,9 +597,10 @@ class Store(Storage):
         if columns is None:
             raise StateError("the store has no rows yet", hint="extend() it first")
         wanted = range(len(columns.columns) - len(ROW_FIELDS)) if places is None else places
-        if state.memtable.span[1] and state.memtable.holds(columns, slots):
+        memtable = state.memtable
+        if memtable.span[1] and memtable.holds(columns, slots):
             return self.engine.take(slots, wanted)
-        return state.memtable.take(columns, slots, wanted)
+        return memtable.replaced.take(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
         """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""

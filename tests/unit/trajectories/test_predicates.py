@@ -300,7 +300,8 @@ def test_a_condition_is_asked_without_making_trajectories(monkeypatch: pytest.Mo
     """Making one takes several times as long."""
     made: list[Any] = []
     monkeypatch.setattr(
-        "expstore.trajectories.search.Trajectory", lambda data: made.append(data) or Trajectory(data)
+        "expstore.trajectories.search.Trajectory",
+        lambda data, **more: made.append(data) or Trajectory(data, **more),
     )
     rb = memory_buffer(rows=steps(*LENGTHS))
     for condition, count in (
