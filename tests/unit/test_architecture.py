@@ -34,6 +34,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "numcodecs": {"kernels", "storages.format"},
     "pandas": {"sql"},
     "polars": {"sql"},
+    "prometheus_client": {"api"},
     "pyarrow": {
         "data",
         "datasets",
