@@ -58,7 +58,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,  # a name that ends with one is another name
     )
-    metrics = Metrics()
+    metrics = Metrics(stores.open_now)
     app.state.settings, app.state.stores, app.state.metrics = settings, stores, metrics
     errors.install(app)
     docs_page.install(app)

@@ -56,11 +56,11 @@ class Watch:
         scope["expstore.route"] = self._routes.find(scope["method"], scope["path"])
         scope["expstore.body_whole"] = False
         request = _Request(scope, send)
-        self._metrics.in_flight += 1
+        self._metrics.in_flight.inc()
         try:
             await self._answered(request, receive)
         finally:
-            self._metrics.in_flight -= 1
+            self._metrics.in_flight.dec()
             self._note(request)
 
     async def _answered(self, request: _Request, receive: Receive) -> None:

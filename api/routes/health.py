@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import anyio.to_thread
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 
 from expstore.api.dependencies import problems
-from expstore.api.metrics import MEDIA_TYPE
 
 router = APIRouter()
 
@@ -36,9 +35,10 @@ async def readyz(request: Request) -> dict[str, object]:
     "/metrics",
     tags=["reading"],
     response_class=PlainTextResponse,
-    responses=problems(400, 401, 403, 429, only=True),
+    responses=problems(400, 401, 403, 429, only=True)
+    | {200: {"content": {"application/openmetrics-text": {}}}},
 )
-async def metrics(request: Request) -> PlainTextResponse:
+async def metrics(request: Request) -> Response:
     """Return figures as Prometheus reads them."""
-    state = request.app.state
-    return PlainTextResponse(state.metrics.text(state.stores.open_now()), media_type=MEDIA_TYPE)
+    text, media_type = request.app.state.metrics.render(request.headers.get("accept", ""))
+    return Response(text, media_type=media_type)

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 
 from expstore import errors
 from expstore.api import Settings, create_app
@@ -327,20 +329,66 @@ def test_figures_are_counted(tmp_path: Path) -> None:
         client.request("BREW", "/v1/coffee")
         answer = client.get("/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    found = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
-    extend = 'route="/v1/stores/{name}/extend"'
-    assert found[f'expstore_requests_total{{{extend},method="POST",status="200"}}'] == "2"
-    assert found['expstore_requests_total{route="/v1/stores/{name}",method="GET",status="404"}'] == "1"
-    assert found['expstore_requests_total{route="(none)",method="other",status="404"}'] == "1"
-    assert found[f'expstore_request_seconds_bucket{{{extend},le="+Inf"}}'] == "2"
-    assert float(found[f"expstore_request_seconds_sum{{{extend}}}"]) > 0
-    assert found[f"expstore_rows_in_total{{{extend}}}"] == "20"
-    assert found['expstore_rows_out_total{route="/v1/stores/{name}/rows"}'] == "3"
-    assert found['expstore_rows_out_total{route="/v1/stores/{name}/sample/stream"}'] == "21"
-    assert int(found[f"expstore_bytes_in_total{{{extend}}}"]) > 40
-    assert found["expstore_requests_in_flight"] == "1"  # this one
-    assert found["expstore_stores_open"] == "1"
-    assert found['expstore_store_rows{store="run"}'] == "20"
+    found = {
+        (one.name, frozenset(one.labels.items())): one.value
+        for family in text_string_to_metric_families(answer.text)
+        for one in family.samples
+    }
+
+    def value(name: str, **labels: str) -> float:
+        return found[name, frozenset(labels.items())]
+
+    extend, total = {"route": "/v1/stores/{name}/extend"}, "expstore_requests_total"
+    assert value(total, **extend, method="POST", status="200") == 2
+    assert value(total, route="/v1/stores/{name}", method="GET", status="404") == 1
+    assert value(total, route="(none)", method="other", status="404") == 1
+    assert value("expstore_request_seconds_bucket", **extend, le="+Inf") == 2
+    assert value("expstore_request_seconds_sum", **extend) > 0
+    assert value("expstore_rows_in_total", **extend) == 20
+    assert value("expstore_rows_out_total", route="/v1/stores/{name}/rows") == 3
+    assert value("expstore_rows_out_total", route="/v1/stores/{name}/sample/stream") == 21
+    assert value("expstore_bytes_in_total", **extend) > 40
+    assert value("expstore_requests_in_flight") == 1  # this one
+    assert value("expstore_stores_open") == 1
+    assert value("expstore_store_rows", store="run") == 20
+    assert {name for name, _ in found} == {
+        *(f"expstore_request_seconds_{part}" for part in ("bucket", "count", "sum")),
+        *(f"expstore_{what}_total" for what in ("bytes_in", "bytes_out", "requests", "rows_in", "rows_out")),
+        "expstore_requests_in_flight", "expstore_store_rows", "expstore_stores_open",
+    }  # fmt: skip
+
+
+def test_figures_come_in_the_format_that_is_preferred(tmp_path: Path) -> None:
+    plain = "text/plain; version=0.0.4; charset=utf-8"
+    wanted = {
+        "*/*": plain,
+        "application/openmetrics-text; version=1.0.0; q=0.5, text/plain; version=0.0.4; q=0.2":
+            "application/openmetrics-text; version=1.0.0; charset=utf-8; escaping=underscores",
+        "application/openmetrics-text; version=one": plain,
+        "text/plain; version=1.x": plain,
+        "image/png": plain,
+    }  # fmt: skip
+    with Serving(Settings(path=tmp_path)) as server, httpx.Client(base_url=server.url) as client:
+        for accept, media_type in wanted.items():
+            answer = client.get("/metrics", headers={"Accept": accept})
+            assert (answer.status_code, answer.headers["Content-Type"]) == (200, media_type)
+            is_open = media_type.startswith("application/openmetrics-text")
+            parse = openmetrics.text_string_to_metric_families if is_open else text_string_to_metric_families
+            names = {one.name for family in parse(answer.text) for one in family.samples}
+            assert "expstore_requests_in_flight" in names
+            assert not [name for name in names if name.endswith("_created")]
+
+
+def test_servers_of_one_process_count_apart(tmp_path: Path) -> None:
+    settings = [Settings(path=tmp_path / name) for name in ("one", "two")]
+    for each in settings:
+        each.path.mkdir()
+    with Serving(settings[0]) as one, Serving(settings[1]) as two:
+        httpx.put(f"{one.url}/v1/stores/run", json={"fields": {"x": "int64"}})
+        assert 'expstore_store_rows{store="run"} 0' in httpx.get(f"{one.url}/metrics").text
+        figures = httpx.get(f"{two.url}/metrics").text
+    assert "expstore_stores_open 0" in figures
+    assert "/v1/stores" not in figures
 
 
 # -- errors --------------------------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,6 +37,7 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "numcodecs": {"kernels", "storages.format"},
     "pandas": {"sql"},
     "polars": {"sql"},
+    "prometheus_client": {"api"},
     "pyarrow": {
         "data",
         "datasets",
@@ -54,6 +58,9 @@ HOME_OF_LIBRARY: dict[str, set[str]] = {
     "uvicorn": {"api"},
     "zarr": {"exchange", "storages.format"},
 }
+
+#: Extras of pyproject.toml that the library itself does not import.
+DEVELOPERS = {"bench", "dev"}
 
 #: Importing one of these takes seconds.
 SLOW_LIBRARIES = {"gymnasium", "tensordict", "torch", "torchrl"}
@@ -316,6 +323,26 @@ def test_each_tunable_has_one_value() -> None:
 
 def test_no_module_of_ours_is_imported_by_a_string(modules: dict[str, Module]) -> None:
     assert_none(message for module in modules.values() for message in check_strings(module))
+
+
+def test_every_dependency_is_used(modules: dict[str, Module]) -> None:
+    """A module imports it, or names it in a string, as those do that come with an extra."""
+    named = {one.library for module in modules.values() for one in imports_of(module)}
+    strings = (node.value for module in modules.values() for node, _ in module.nodes
+               if isinstance(node, ast.Constant) and isinstance(node.value, str))  # fmt: skip
+    named.update(string.partition(".")[0] for string in strings)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - DEVELOPERS)]
+    listed = {plain_name(requirement) for each in lists for requirement in each}
+    homes = importlib.metadata.packages_distributions()
+    used = {plain_name(home) for name in named for home in homes.get(name, ())}
+    assert_none(f"{name} is listed in pyproject.toml, and never imported" for name in sorted(listed - used))
+
+
+def plain_name(requirement: str) -> str:
+    """Return the name of a distribution as package indexes compare it, without versions."""
+    return re.sub("[-_.]+", "-", re.split("[^A-Za-z0-9._-]", requirement)[0]).lower()
 
 
 # The checks must be able to fail.
