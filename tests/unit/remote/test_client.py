@@ -361,6 +361,7 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb.append_transform(len),
         lambda rb: rb.columns.add("return", fill=0.0),
         lambda rb: rb.columns.drop("return"),
+        lambda rb: rb.columns.stats(),
         lambda rb: rb.retention.set({"age": "7d"}),
         lambda rb: rb.retention.policy,
         lambda rb: rb.retention.apply(dry_run=True),
