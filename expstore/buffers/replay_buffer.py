@@ -904,7 +904,11 @@ class ReplayBuffer:
     # -- facts -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep."""
+        """Return facts about the buffer that JSON can keep.
+
+        `uuid` identifies a store on disk: it never changes, and versions of the store have the same one. Save
+        it with the weights of a model to check later that both belong together.
+        """
         storage = self._store.current()
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
         if storage.capacity is not None:
