@@ -1,10 +1,10 @@
 """Train a small DQN on CartPole from a store that outlives the process; the first thing to run.
 
-Run it with `make run`, or `python examples/cartpole_dqn.py --help`: about a minute on two cores.
+Run it with `make run`, or `python examples/cartpole_dqn.py --help`: less than a minute on two cores.
 Stop it at any moment, even with kill -9, and run it again: it continues from what is stored.
 
-It collects with `expstore.Collector`, which steps the environments and writes blocks of rows. For a loop of
-your own that records each step with `rb.record`, see dqn.py (one environment) and sac.py (several).
+`rb.record` stores every step of the environments, and what it has stored survives the process; weights are
+saved after every flush. dqn.py has a single environment, sac.py continuous actions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from expstore import TensorDictReplayBuffer as Buffer
 
 CAPACITY = 50_000
-STEPS_PER_LANE = 8  # steps of each environment in one extend
 WARM_UP = 1_000  # transitions before the first update
 FLUSH_EVERY = 1_000  # transitions between two flushes, each with its weights
 BATCH_SIZE = 128
@@ -142,32 +141,30 @@ def load_weights(path: Path, agent: Agent, steps: int) -> int:
 
 
 def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kept: int) -> None:
-    """Collect, and learn from what is stored; the weights on disk are those of step `kept`."""
+    """Act, record, and learn from what is stored; the weights on disk are those of step `kept`."""
     # After a stop these go on with a stretch of their own, so that no episode comes twice.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
-
-    def policy(observation: NDArray[np.float32]) -> Any:
-        share = min(rb.write_count / EPSILON_STEPS, 1.0)
-        return agent.act(observation, EPSILON_FROM + share * (EPSILON_TO - EPSILON_FROM), rng)
-
-    collector = expstore.Collector(
-        envs, policy, rb, steps_per_lane=STEPS_PER_LANE, seed=args.seed + rb.write_count
-    )
+    observation, _ = envs.reset(seed=args.seed + rb.write_count)
+    episodes = rb.record("cartpole", lanes=args.envs, autoreset_mode=envs.metadata["autoreset_mode"])
     columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TextColumn("{task.fields[news]}"))
-    with collector, Progress(TextColumn("steps"), *columns, TimeElapsedColumn()) as progress:
+    with episodes, Progress(TextColumn("steps"), *columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=args.steps, completed=rb.write_count, news=news(rb))
-        for collected in collector:
-            if rb.write_count >= WARM_UP:
-                for _ in range(collected // TRANSITIONS_PER_UPDATE):
+        while rb.write_count < args.steps:
+            before = rb.write_count
+            share = min(before / EPSILON_STEPS, 1.0)
+            action = agent.act(observation, EPSILON_FROM + share * (EPSILON_TO - EPSILON_FROM), rng)
+            following, reward, terminated, truncated, _ = envs.step(action)
+            episodes.step(observation, action, reward, following, terminated, truncated)
+            observation = following
+            if rb.write_count >= WARM_UP:  # a lane that was only reset has added no transition
+                for _ in range(rb.write_count // TRANSITIONS_PER_UPDATE - before // TRANSITIONS_PER_UPDATE):
                     agent.learn(rb.sample())
             progress.update(bar, completed=min(rb.write_count, args.steps))
             if rb.write_count >= min(kept + FLUSH_EVERY, args.steps):
                 keep(rb, agent, weights)
                 kept = rb.write_count
                 progress.update(bar, news=news(rb))
-            if rb.write_count >= args.steps:
-                break
 
 
 def keep(rb: Buffer, agent: Agent, weights: Path) -> None:

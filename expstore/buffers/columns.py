@@ -1,4 +1,4 @@
-"""Add and drop fields of a buffer that is in use: `rb.columns`.
+"""Add and drop fields of a buffer that is in use, and compute their statistics: `rb.columns`.
 
 The code here finds out what a field is and how its values are computed; how they get to the disk is up to the
 storage.
@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.buffers.domain_checks import row_text, specs_of
+from expstore.buffers.field_stats import FieldStats, StatsKeeper
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle
 from expstore.buffers.updates import as_field
@@ -45,7 +46,7 @@ Function = Callable[[TensorDictBase], Any]
 
 
 class Columns:
-    """Change which fields the rows of a buffer have.
+    """Change which fields the rows of a buffer have, and compute statistics of them.
 
     Threads: others append and sample meanwhile; they wait for the end of it. Processes: only the one that
     writes may do so; followers see the fields of the moment. Crashes: a field is there whole or not at all.
@@ -53,15 +54,17 @@ class Columns:
     Args:
         store: Whose fields are changed.
         sampling: Whose parts may need a field.
+        keeper: What keeps statistics of the fields.
 
     Example:
         >>> rb.columns.add("advantage", sql="reward - 0.5", dtype=torch.float32)
         >>> rb.columns.drop("advantage")
     """
 
-    def __init__(self, store: StoreHandle, sampling: Sampling) -> None:
+    def __init__(self, store: StoreHandle, sampling: Sampling, keeper: StatsKeeper) -> None:
         self._store = store
         self._sampling = sampling
+        self._keeper = keeper
 
     def add(
         self,
@@ -170,6 +173,39 @@ class Columns:
             text = _without(specs, key)
         fields.drop(key, text)
         self._sampling.drop_prefetched()
+
+    def stats(self, *, fields: list[str | tuple[str, ...]] | None = None) -> dict[str | Key, FieldStats]:
+        """Return mean, standard deviation, smallest and largest value of fields, for each of their elements.
+
+        The first call reads all rows. Later calls of the same buffer read blocks of 4096 rows that were
+        appended to, lost rows, or were changed in place; after more than 256 changes in place, or one of more
+        than 4096 rows, all rows. A follower reads all rows again after its writer was replaced.
+
+        Values are summed in float64, and none is skipped. As in NumPy, an element with a NaN has NaN
+        everywhere; one with an infinity has NaN as `mean` and `std`. A bool counts as 0 or 1.
+
+        Args:
+            fields: Which ones: a list of names, with tuples for fields inside groups. None: all fields of
+                bools and real numbers with at most 4096 values per row; name a larger one, such as images, to
+                have it read. Objects, complex numbers and fields without a fixed size have no statistics.
+
+        Returns:
+            By name, or by tuple for a field inside a group: `count`, `mean`, `std`, `min` and `max`. Rows
+            that are appended during the call are not counted; rows that leave during it may be missing.
+
+        Raises:
+            NotReadyError: The store has no rows.
+            SchemaError: A named field does not exist, or has no statistics.
+            StateError: The store is closed, or its writer overwrites rows faster than they can be read.
+
+        Example:
+            >>> found = rb.columns.stats(fields=["observation"])["observation"]
+            >>> mean, std = (torch.from_numpy(part).float() for part in (found.mean, found.std + 1e-6))
+            >>> rb.append_transform(
+            ...     lambda batch: batch.set("observation", (batch["observation"] - mean) / std)
+            ... )
+        """
+        return self._keeper.compute(fields)
 
 
 def _stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:

@@ -74,6 +74,8 @@ class ReplayBufferEnsemble:
         routing_key: The field that names the member which each row is written to.
         routing_dim: The batch dim whose places are the members, instead of a routing key.
         generator: Random numbers of all draws; None: the members' seeds.
+        as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise,
+            whatever the members do.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
@@ -105,6 +107,7 @@ class ReplayBufferEnsemble:
         routing_key: str | tuple[str, ...] | None = None,
         routing_dim: int | None = None,
         generator: torch.Generator | None = None,
+        as_numpy: bool = False,
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, ENSEMBLE)
@@ -132,6 +135,7 @@ class ReplayBufferEnsemble:
         self._collate_fn = stack if collate_fn is None else collate_fn
         self._batch_size = batch_size
         self._generator = generator
+        self._as_numpy = as_numpy
         self._lock = threading.RLock()
         if generator is not None:
             self.set_rng(generator)
@@ -139,14 +143,15 @@ class ReplayBufferEnsemble:
     # -- sampling --------------------------------------------------------------------------------
 
     def sample(
-        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool = False
+        self, batch_size: int | None = None, return_info: bool = False, *, as_numpy: bool | None = None
     ) -> Any:
         """Draw a batch.
 
         Args:
             batch_size: How many rows, all parts together; None: the ensemble's.
             return_info: Return a pair: the batch, and a TensorDict of what is known of its rows.
-            as_numpy: Return nested dicts of NumPy arrays instead of TensorDicts.
+            as_numpy: Return nested dicts of NumPy arrays instead of TensorDicts. None: as the ensemble was
+                made.
 
         Returns:
             A TensorDict, batch size `[num_buffer_sampled, batch_size // num_buffer_sampled]`, or whatever
@@ -176,7 +181,7 @@ class ReplayBufferEnsemble:
                     if key != "id":
                         batch.set(key, along(info.get(key), batch))
         found = (batch, info) if return_info else batch
-        return to_arrays(found) if as_numpy else found
+        return to_arrays(found) if (self._as_numpy if as_numpy is None else as_numpy) else found
 
     def _choice(self) -> np.random.Generator:
         """Return the random numbers that choose members."""
@@ -494,6 +499,7 @@ class ReplayBufferEnsemble:
             batch_size=self._batch_size,
             collate_fn=self._collate_fn,
             collate_fns=None if fns is None else [fns[number] for number in numbers],
+            as_numpy=self._as_numpy,
         )
         some._samplers, some._generator = samplers, self._generator
         return some

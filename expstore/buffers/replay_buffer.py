@@ -29,6 +29,7 @@ from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
 from expstore.buffers.domain_checks import row_text, specs_of
 from expstore.buffers.episodes import Episodes
+from expstore.buffers.field_stats import StatsKeeper
 from expstore.buffers.indexing import RowIndex, StoredRows
 from expstore.buffers.ingest import Ingest
 from expstore.buffers.prefetch import Request
@@ -175,12 +176,13 @@ class ReplayBuffer:
         )  # fmt: skip
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
 
     def _connect(self) -> None:
         """Attach the parts to the storage."""
-        for part in (self._ingest, self._batches, self._sampling):
+        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper):
             self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -730,8 +732,8 @@ class ReplayBuffer:
 
     @property
     def columns(self) -> Columns:
-        """Add and drop fields."""
-        return Columns(self._store, self._sampling)
+        """Add and drop fields, and compute their statistics."""
+        return Columns(self._store, self._sampling, self._stats_keeper)
 
     @property
     def snapshots(self) -> Snapshots:
@@ -902,7 +904,11 @@ class ReplayBuffer:
     # -- facts -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep."""
+        """Return facts about the buffer that JSON can keep.
+
+        `uuid` identifies a store on disk: it never changes, and versions of the store have the same one. Save
+        it with the weights of a model to check later that both belong together.
+        """
         storage = self._store.current()
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}
         if storage.capacity is not None:

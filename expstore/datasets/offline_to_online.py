@@ -5,6 +5,7 @@ Used where learning begins on recorded experience, under TorchRL's names. It nev
 
 from __future__ import annotations
 
+import inspect
 import math
 from numbers import Real
 from typing import Any
@@ -49,6 +50,8 @@ class OfflineToOnlineReplayBuffer:
         offline_fraction: Which part of a batch is of the data set. Between 0 and 1.
         batch_size: Of `sample`. It is needed where the data set is a name.
         transform: What is done to batches.
+        as_numpy: Whether `sample` returns NumPy arrays unless it is told otherwise, whatever the data set
+            does.
         dataset_kwargs: Of `load_dataset`, where the data set is a name.
 
     Raises:
@@ -77,6 +80,7 @@ class OfflineToOnlineReplayBuffer:
         offline_fraction: float = 0.5,
         batch_size: int | None = None,
         transform: Any = None,
+        as_numpy: bool = False,
         **dataset_kwargs: Any,
     ) -> None:
         if online_storage is not None and online_capacity is not None:
@@ -110,17 +114,22 @@ class OfflineToOnlineReplayBuffer:
         self._offline = offline_dataset
         self._fraction = self._base = offline_fraction
         self._batch_size = batch_size
+        self._as_numpy = as_numpy
+        # Rows are joined as tensors, also if the data set returns NumPy arrays by default.
+        has_choice = "as_numpy" in inspect.signature(offline_dataset.sample).parameters
+        self._options = {"as_numpy": False} if has_choice else {}
 
     def extend(self, data: Any) -> torch.Tensor:
         """Append rows to the buffer that grows; return their index there, as its `extend` does."""
         return self._online.extend(data)
 
-    def sample(self, batch_size: int | None = None, *, as_numpy: bool = False) -> Any:
+    def sample(self, batch_size: int | None = None, *, as_numpy: bool | None = None) -> Any:
         """Draw a batch.
 
         Args:
             batch_size: How many rows; None: as was given to the constructor.
-            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict.
+            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict. None: as was given to the
+                constructor.
 
         Returns:
             A TensorDict, batch size `[batch_size]`; with `as_numpy` field name -> array.
@@ -136,19 +145,14 @@ class OfflineToOnlineReplayBuffer:
         check_batch_size(size)
         offline = round(self._fraction * size)
         if offline >= size or not len(self._online):
-            batch = self._sample_offline(size)
+            batch = self._offline.sample(size, **self._options)
         elif not offline:
             batch = self._online.sample(size)
         else:
-            batch = _joined(self._sample_offline(offline), self._online.sample(size - offline))
+            drawn = self._offline.sample(offline, **self._options)
+            batch = _joined(drawn, self._online.sample(size - offline))
         made = self._transform.forward(batch, self._numbers())
-        return to_arrays(made) if as_numpy else made
-
-    def _sample_offline(self, size: int) -> Any:
-        """Return rows of the data set as tensors, also if it hands out NumPy arrays by default."""
-        if isinstance(self._offline, ReplayBuffer):
-            return self._offline.sample(size, as_numpy=False)
-        return self._offline.sample(size)
+        return to_arrays(made) if (self._as_numpy if as_numpy is None else as_numpy) else made
 
     def _numbers(self) -> np.random.Generator | None:
         """Return the random numbers of transforms; None: nothing says which draw this is."""

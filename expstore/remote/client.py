@@ -71,6 +71,7 @@ class RemoteReplayBuffer(LocalOnly):
         device: See there.
         prefetch: See there.
         priority_key: See there.
+        as_numpy: See there.
     """
 
     #: The field in which `update_priority` finds the priorities of a sample.
@@ -89,6 +90,7 @@ class RemoteReplayBuffer(LocalOnly):
         device: torch.device | str | None = None,
         prefetch: int = 8,
         priority_key: str = "td_error",
+        as_numpy: bool = False,
     ) -> None:
         if batch_size is not None:
             check_batch_size(batch_size)
@@ -112,7 +114,7 @@ class RemoteReplayBuffer(LocalOnly):
             "seed": seed, "wait": wait,
         }  # fmt: skip
         self._wait, self._device = wait, None if device is None else torch.device(device)
-        self._prefetch, self.priority_key = prefetch, priority_key
+        self._prefetch, self.priority_key, self._as_numpy = prefetch, priority_key, as_numpy
         self._keyed = True  # until the store says that its writer keeps no keys
         self._lock = threading.Lock()
         self._iterator: Generator[Any] | None = None
@@ -263,7 +265,7 @@ class RemoteReplayBuffer(LocalOnly):
         return_info: bool = False,
         include_info: bool | None = None,
         *,
-        as_numpy: bool = False,
+        as_numpy: bool | None = None,
     ) -> Any:
         """Draw a batch.
 
@@ -272,7 +274,8 @@ class RemoteReplayBuffer(LocalOnly):
             return_info: Return a pair: the batch, and a dict with each row's `index`, `id`, and
                 `priority_weight`, where the sampler has it.
             include_info: False: leave these out of the batch.
-            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict.
+            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict. None: as the buffer was
+                made.
 
         Returns:
             A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
@@ -288,10 +291,15 @@ class RemoteReplayBuffer(LocalOnly):
                 number, self._draw = self._draw, self._draw + 1
         body = self._asked | {"batch_size": size, "draw": number}
         rows = self._rows("POST", "sample", body, wait=self._wait)
-        found = self._given(rows, return_info, include_info)
-        return to_arrays(found) if as_numpy else found
+        return self._convert(self._given(rows, return_info, include_info), as_numpy)
 
-    def stream(self, batches: int | None = None, *, batch_size: int | None = None) -> Generator[Any]:
+    def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
+        """Return a batch as NumPy arrays, if they are asked for; None: as the buffer was made."""
+        return to_arrays(batch) if (self._as_numpy if as_numpy is None else as_numpy) else batch
+
+    def stream(
+        self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
+    ) -> Generator[Any]:
         """Yield batches as they come on one connection, read and made ahead in a thread.
 
         Much faster than `sample`, whose every batch is a question and an answer. With a seed the batches are
@@ -300,6 +308,7 @@ class RemoteReplayBuffer(LocalOnly):
         Args:
             batches: How many; None: without end.
             batch_size: How many rows; None: the buffer's.
+            as_numpy: As in `sample`.
 
         Raises:
             NotReadyError: No row is left that may be drawn.
@@ -308,9 +317,9 @@ class RemoteReplayBuffer(LocalOnly):
         size = self._wanted(batch_size)
         if batches is not None and batches < 1:
             raise ValueError(f"batches must be at least 1, got {batches!r}")
-        return self._streamed(size, batches)
+        return self._streamed(size, batches, as_numpy)
 
-    def _streamed(self, size: int, batches: int | None) -> Generator[Any]:
+    def _streamed(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         given = 0
         while batches is None or given < batches:
             begin, left = self._draw, None if batches is None else batches - given
@@ -322,7 +331,7 @@ class RemoteReplayBuffer(LocalOnly):
                         break
                     if self._is_next(number):
                         given += 1
-                        yield batch
+                        yield self._convert(batch, as_numpy)
             finally:
                 feed.close()
             if self._seed is None:
@@ -773,6 +782,7 @@ def connect(
     device: torch.device | str | None = None,
     prefetch: int = 8,
     priority_key: str = "td_error",
+    as_numpy: bool = False,
 ) -> RemoteReplayBuffer:
     """Use a store that `expstore serve` serves.
 
@@ -793,6 +803,8 @@ def connect(
         device: Where batches are handed out.
         prefetch: How many batches an iteration makes ahead, in a thread.
         priority_key: Where `update_priority` finds priorities in a sample.
+        as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
+            memory, unless the call says otherwise.
 
     Returns:
         A buffer; close it, or use it in a `with` block.
@@ -811,7 +823,7 @@ def connect(
     try:
         buffer = RemoteReplayBuffer(
             connection, batch_size=batch_size, sampler=sampler, where=where, seed=seed, draw=draw, wait=wait,
-            device=device, prefetch=prefetch, priority_key=priority_key,
+            device=device, prefetch=prefetch, priority_key=priority_key, as_numpy=as_numpy,
         )  # fmt: skip
         connection.request("GET", "")
     except BaseException:

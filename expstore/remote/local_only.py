@@ -39,6 +39,7 @@ class _Columns:
     """Refuse `rb.columns`."""
 
     add, drop = _refused("columns.add", _MANAGE), _refused("columns.drop", _MANAGE)
+    stats = _refused("columns.stats", "ask by sql(), or open the store where it is with mode='r'")
 
 
 class _Retention:

@@ -46,6 +46,7 @@ def describe(storage: ReadView) -> dict[str, Any]:
     counters = storage.counters
     return {
         "storage": storage.kind,
+        "uuid": None if storage.manifest is None else storage.manifest.uuid,
         "size": len(storage),
         "capacity": storage.capacity,
         "spare": storage.geometry.spare,

@@ -29,7 +29,7 @@ STATUSES = ("same", "better", "not offered")
 #: Members of our ReplayBuffer that TorchRL's has not.
 BEYOND = {
     "close": "a store on disk has an end: what is pending is written, the lock is given back",
-    "columns": "fields are added and dropped",
+    "columns": "fields are added, dropped and summed up",
     "count_candidates": "how many rows or slices a batch would be drawn from",
     "episodes": "episodes are counted, and their rows looked up, without reading rows",
     "flush": "the moment from which on rows survive a power cut",

@@ -34,7 +34,7 @@ DRIVER = """
 import json, os, signal, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 import cartpole_dqn, expstore
-expstore.open, expstore.Collector
+expstore.open
 
 def child(arguments, stop, after, milliseconds):
     learn, calls = cartpole_dqn.Agent.learn, 0

@@ -15,7 +15,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 
 
 def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": __name__}

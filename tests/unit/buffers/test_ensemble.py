@@ -91,6 +91,18 @@ def test_parts_come_as_arrays() -> None:
     np.testing.assert_array_equal(told["index"]["buffer_ids"], info["index", "buffer_ids"].numpy())
 
 
+def test_arrays_may_be_the_default() -> None:
+    rb = ensemble(as_numpy=True, batch_size=12)
+    for found in (rb, rb[:2], pickle.loads(pickle.dumps(rb))):
+        for batch in (found.sample(), next(iter(found)), found.next(), found.sample(6)):
+            assert type(batch["x"]) is np.ndarray
+        batch, info = found.sample(return_info=True)
+        assert type(batch["action"]) is type(info["index"]["buffer_ids"]) is np.ndarray
+        assert isinstance(found.sample(as_numpy=False), TensorDict)
+    assert isinstance(rb[0].sample(4), TensorDict)
+    assert isinstance(ensemble().sample(12), TensorDict)
+
+
 def test_num_buffer_sampled_says_how_many_parts() -> None:
     rb = ensemble(num_buffer_sampled=8, batch_size=48)
     assert rb.sample().shape == torch.Size([8, 6])

@@ -651,6 +651,22 @@ def test_a_closed_buffer(make: Make) -> None:
             act()
 
 
+def test_the_uuid_of_a_store_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run.exp"
+    with expstore.open(path, batch_size=2) as rb:
+        uuid = rb.stats()["uuid"]
+        rb.extend(rows(range(1, 31)))
+        rb.dumps(tmp_path / "versions")
+        rb.loads(tmp_path / "versions")
+        assert rb.stats()["uuid"] == uuid
+    for mode, where in (("a", path), ("r", path), ("r", tmp_path / "versions")):
+        with expstore.open(where, mode=mode) as rb:
+            assert rb.stats()["uuid"] == uuid
+    with expstore.open(tmp_path / "other.exp") as rb:
+        assert rb.stats()["uuid"] not in (uuid, None)
+    assert ReplayBuffer().stats()["uuid"] is None
+
+
 def test_stats_and_repr(make: Make) -> None:
     import json
 

@@ -64,6 +64,17 @@ def test_a_batch_comes_as_arrays() -> None:
     assert batch["x"][:, 0].tolist() == [-1.0] * 4 + [1.0] * 4
 
 
+def test_arrays_may_be_the_default() -> None:
+    rb = made(batch_size=8, as_numpy=True)
+    rb.extend(rows(10, 1.0))
+    assert type(rb.sample()["x"]) is np.ndarray
+    assert type(rb.sample(4)["n"]) is np.ndarray
+    assert isinstance(rb.sample(as_numpy=False), TensorDict)
+    both = OfflineToOnlineReplayBuffer(rb, online_capacity=10, batch_size=4)  # whatever the data set does
+    both.extend(rows(10, 2.0))
+    assert isinstance(both.sample()["x"], torch.Tensor)
+
+
 def test_the_part_falls_as_torchrls_does() -> None:
     ours, other = made(fraction=0.8), made(theirs, fraction=0.8)
     assert repr(ours) == repr(other)

@@ -134,6 +134,25 @@ def test_rows_go_in_and_come_out_as_in_process(server: Serving, folder: Path, na
             assert same(local.by_id([31]), rb.by_id([31]))
 
 
+def test_arrays_may_be_the_default(server: Serving, name: str) -> None:
+    options: dict[str, Any] = {"batch_size": 8, "seed": 11}
+    with connect(server, name, **options) as rb, connect(server, name, as_numpy=True, **options) as own:
+        rb.extend(batch_of(50))
+        wanted = [rb.sample() for _ in range(5)]
+        found = [own.sample(), *own.stream(1), next(iter(own)), own.next()]
+        batch, info = own.sample(return_info=True)
+        assert type(info["id"]) is np.ndarray
+        for one, other in zip([*found, batch], wanted, strict=True):
+            assert type(one["next"]["reward"]) is np.ndarray
+            np.testing.assert_array_equal(one["id"], other["id"])
+        for one in (own.sample(as_numpy=False), *own.stream(1, as_numpy=False), own.by_id([1])):
+            assert isinstance(one, TensorDict)
+        assert type(next(rb.stream(1, as_numpy=True))["id"]) is np.ndarray
+        copied = pickle.loads(pickle.dumps(own))
+        assert type(copied.sample()["id"]) is np.ndarray
+        copied.close()
+
+
 @pytest.mark.parametrize("sampler", [None, {"kind": "prioritized", "alpha": 0.7, "beta": 0.5}])
 def test_draws_of_a_seed_are_those_of_a_reader(
     server: Serving, folder: Path, name: str, sampler: dict[str, Any] | None
@@ -361,6 +380,7 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb.append_transform(len),
         lambda rb: rb.columns.add("return", fill=0.0),
         lambda rb: rb.columns.drop("return"),
+        lambda rb: rb.columns.stats(),
         lambda rb: rb.retention.set({"age": "7d"}),
         lambda rb: rb.retention.policy,
         lambda rb: rb.retention.apply(dry_run=True),

@@ -1,0 +1,95 @@
+"""Count, mean, spread and range of values, merged from those of parts.
+
+Pure arithmetic, used for the statistics of fields: a part whose values have not changed is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expstore.core.values import Array
+
+__all__ = ["Moments"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moments:
+    """Count, mean, squared deviations, smallest and largest of some rows, for each element of a row.
+
+    Args:
+        count: How many rows; at least 1.
+        mean: Of each element. Shape the row's, float64.
+        squares: Sum of the squared deviations from the mean. Shape the row's, float64.
+        smallest: Of each element. Shape and dtype the row's.
+        largest: Of each element. Shape and dtype the row's.
+
+    Example:
+        >>> halves = [Moments.of(np.array([1.0, 2.0])), Moments.of(np.array([3.0]))]
+        >>> whole = Moments.merge(halves)
+        >>> whole.count, float(whole.mean), float(whole.squares), float(whole.largest)
+        (3, 2.0, 2.0, 3.0)
+    """
+
+    count: int
+    mean: NDArray[np.float64]
+    squares: NDArray[np.float64]
+    smallest: Array
+    largest: Array
+
+    @classmethod
+    def of(cls, rows: Array) -> Self:
+        """Compute them in float64.
+
+        NaN makes all of them NaN; an infinity makes mean and squares NaN.
+
+        Args:
+            rows: At least one; numbers or bools. Shape `(n, *row shape)`.
+        """
+        count, shape = len(rows), rows.shape[1:]
+        rows = rows.reshape(count, -1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            # Deviations from the first row: the mean of equal values is exact then, and large ones cancel.
+            deviations = rows.astype(np.float64)
+            first = deviations[0].copy()
+            deviations -= first
+            offset = deviations.mean(axis=0)
+            deviations -= offset
+            squares = np.einsum("ij,ij->j", deviations, deviations)
+        return cls(
+            count,
+            (first + offset).reshape(shape),
+            squares.reshape(shape),
+            rows.min(axis=0).reshape(shape),
+            rows.max(axis=0).reshape(shape),
+        )
+
+    @classmethod
+    def merge(cls, parts: Sequence[Self]) -> Self:
+        """Return the moments of all rows of some parts; the formula of Chan, Golub and LeVeque.
+
+        Args:
+            parts: At least one, of the same row shape and dtype.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        counts = np.array([part.count for part in parts])
+        total = int(counts.sum())
+        weights = counts.reshape(-1, *(1,) * parts[0].mean.ndim)
+        means = np.stack([part.mean for part in parts])
+        with np.errstate(invalid="ignore", over="ignore"):
+            deviations = means - means[0]
+            offset = (weights * deviations).sum(axis=0) / total
+            deviations -= offset
+            between = (weights * deviations * deviations).sum(axis=0)
+        return cls(
+            total,
+            np.asarray(means[0] + offset),
+            np.asarray(np.sum([part.squares for part in parts], axis=0) + between),
+            np.min([part.smallest for part in parts], axis=0),
+            np.max([part.largest for part in parts], axis=0),
+        )
