@@ -580,9 +580,9 @@ class Store(Storage):
         """What ranks rows, their specs, and whether they are counted."""
         return StoreSettings(self, self._describe, self._count_sampled)
 
-    def row_appender(self, source: str | None, schema: Schema) -> RowAppender | None:
-        """Return what appends single rows of a stream faster than `write`; see `Storage.row_appender`."""
-        return RowAppender(self, source, schema) if RowAppender.suits(self, schema) else None
+    def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
+        """Return what appends a few rows faster than `write`; see `Storage.row_appender`."""
+        return RowAppender(self, schema, rows) if RowAppender.suits(self, schema, rows) else None
 
     def _note_unsaved(self) -> None:
         """Note that priorities were set: a checkpoint follows before long."""
