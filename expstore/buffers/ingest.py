@@ -298,9 +298,11 @@ class Ingest(StorePart):
                 return np.zeros(0, np.int64)
             if options.checks_domain:
                 self._domain = check_domain(storage, batch, self._domain)
-            readers = self._prepare(writable, batch)
+            readers = self._readers
+            if readers is None or not batch.arranged is readers.schema is writable.schema:
+                readers = self._prepare(writable, batch)
             columns = batch.columns(readers.schema)
-            kept = readers.steps.transitions(columns)
+            kept = readers.steps.transitions(columns) if readers.steps.skips_rows else None
             if written is not None:
                 return _numbers_in_part(storage, written, kept, options.return_ids)
             if kept is not None:
@@ -314,11 +316,13 @@ class Ingest(StorePart):
             if options.takes_priorities:
                 priorities = self._style.priorities_in(sampler, readers.schema, columns)
             keyed = {} if key is None else {"key": replace(key, dropped=kept is not None)}
-            last = storage.last
+            last = storage.state.window.last
             ids = self.writer.write(
                 writable, columns, steps, source=options.source, info=options.info, **keyed
             )
-            run = storage.last - last == ids.size  # all were appended: their ids follow one another
+            run = (
+                storage.state.window.last - last == ids.size
+            )  # all were appended: their ids follow one another
             if priorities is not None:
                 writable.set_priorities(ids, priorities)
             sampler.on_write(ids if run else ids[ids != -1])
@@ -380,10 +384,11 @@ class Ingest(StorePart):
         Args:
             schema: The fields of the rows.
         """
-        sampler = self._sampling.sampler
+        sampler, writer = self._sampling.sampler, type(self.writer)
         return (
             type(sampler).on_write is Sampler.on_write
-            and type(self.writer).write is RoundRobinWriter.write
+            and writer.write is RoundRobinWriter.write
+            and writer.check is Writer.check
             and self._limiter is None
             and not self._transform.transforms
             and self._style.priority_place(sampler, schema) < 0

@@ -25,9 +25,8 @@ INLINE_BATCH_BYTES = 1 << 20
 #: files are written then, so that only small batches are faster: of 16 rows by a quarter, of 128 no more.
 MEMTABLE_BATCH_ROWS = 64
 MEMTABLE_BATCH_BYTES = 16 * 1024
-#: When the memtable has so many rows or bytes they are written to the columns together, if not before.
-MEMTABLE_ROWS = 1024
-MEMTABLE_BYTES = 4 << 20
+#: So many rows of the memtable are written to the columns together.
+MEMTABLE_ROWS = 256
 #: A replace record keeps at most this many bytes itself; more go to a file of their own.
 REPLACE_RECORD_BYTES = 64 << 20
 #: Replaced rows that wait in memory for a checkpoint, in bytes; a writer that brings more waits for one.

@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -85,6 +86,9 @@ class Segment(NamedTuple):
         return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
 
 
+#: Episode, first step and rows.
+_RUN_OF = itemgetter(0, 2, 5)
+
 SEGMENT_FORMAT = "<qqqiiiidBB6x"
 _SEGMENT = struct.Struct(SEGMENT_FORMAT)
 SEGMENT_BYTES = _SEGMENT.size
@@ -92,7 +96,7 @@ SEGMENT_BYTES = _SEGMENT.size
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
     """Return segments as a publish record keeps them (56 bytes each)."""
-    return b"".join([_SEGMENT.pack(*segment) for segment in segments])
+    return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
 def unpack_segments(data: bytes) -> list[Segment]:
@@ -163,7 +167,10 @@ class Episode:
 
     def entry(self, sequence: int, generation: int) -> LogEntry:
         """Return the log entry of the present state."""
-        return LogEntry(**self.to_dict(), sequence=sequence, generation=generation)
+        return LogEntry(  # thousands may end in one batch: positions take a third of the time of names
+            self.episode, self.source, self.trajectory, self.start, self.end, self.ret, self.length,
+            self.last_id, self.status, sequence, generation, self.text,
+        )  # fmt: skip
 
 
 class EpisodeTable:
@@ -267,17 +274,19 @@ class EpisodeTable:
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
-    def assign_runs(self, source: int, runs: Sequence[Run], flags: int) -> list[Segment] | None:
+    def assign_runs(self, source: int, runs: Sequence[Run], flags: int, low: int) -> list[Segment] | None:
         """Decide episode and step of rows of a source without trajectory ids; nothing is changed yet.
 
         Args:
             source: Its number; it has written rows before.
             runs: The rows. All runs but the last end their episode.
             flags: Of their segments: `NO_REWARD` or 0.
+            low: The newest id that can no longer be read.
 
         Returns:
             A segment for each run; None: `assign` must decide.
         """
+        self._low = low
         open_episode, following = self._open.get((source, None)), self.next_episode
         segments = []
         for start, rows, ret, status in runs:
@@ -739,7 +748,7 @@ def _spread(
     """Return id, episode, step and time of every row. Shape `(4, n)`."""
     if n == 1:
         return np.array([[first_id], [segments[0].episode], [segments[0].step], [time]])
-    runs = np.array([(s.episode, s.step, s.rows) for s in segments])
+    runs = np.array(list(map(_RUN_OF, segments)))
     numbers = np.empty((4, n), np.int64)
     if kernels is not None and order is None:
         kernels.spread_runs(runs, first_id, time, numbers)

@@ -290,7 +290,6 @@ class Memtable(RowsOver, Generic[_Pin]):
         self._lock = order.ranked("tail", threading.RLock())
         self._priorities = priorities
         self._batches: list[tuple[int, bytes]] = []
-        self._bytes = 0
 
     def add(self, first_id: int, count: int, payload: bytes) -> None:
         """Take recent rows, which follow those it has.
@@ -303,7 +302,6 @@ class Memtable(RowsOver, Generic[_Pin]):
         with self._lock:
             first, known = self.span
             self._batches.append((count, payload))
-            self._bytes += len(payload)
             self.span = (first if known else first_id, known + count)
 
     @property
@@ -314,7 +312,7 @@ class Memtable(RowsOver, Generic[_Pin]):
     @property
     def full(self) -> bool:
         """Whether it is time to drain it."""
-        return self.span[1] >= tuning.MEMTABLE_ROWS or self._bytes >= tuning.MEMTABLE_BYTES
+        return self.count >= tuning.MEMTABLE_ROWS
 
     def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
         """Return whether one of these slots is of a recent row; rows that come now are later ones."""
@@ -351,7 +349,7 @@ class Memtable(RowsOver, Generic[_Pin]):
                 priorities = np.concatenate([values[slot : slot + n] for slot, _, n in pieces])
                 columns.write_parts(pieces, self._parts(columns), priorities)
                 note(first_id + count - 1)
-                self._batches, self._bytes, self.span = [], 0, (0, 0)
+                self._batches, self.span = [], (0, 0)
 
     def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""

@@ -103,16 +103,16 @@ class RowAppender:
         with store.locks.extend, store.lock:
             store.writer()
             engine, state, rows = store.engine, store.state, self._rows
-            if not (state is self._state and store.description is self._description) and not self._adopt(
-                state
-            ):
+            is_known = state is self._state and store.description is self._description
+            if not (is_known or self._adopt(state)):
                 return 0
             number = self._sources.get(source) or self._find_source(state, source)
-            first_id = state.window.last + 1
+            window = state.window
+            first_id = window.last + 1
             last_id = first_id + rows - 1
             table, memtable, journal, ring = state.episodes, state.memtable, state.journal, store.geometry
             joins = table.joins
-            segments = table.assign_runs(number, runs, self._flags) if number else None
+            segments = table.assign_runs(number, runs, self._flags, window.low) if number else None
             unsynced = last_id - engine.checkpointer.covered
             if (
                 segments is None
@@ -121,10 +121,9 @@ class RowAppender:
                 or state.priorities.within
                 or joins.awaiting
                 or joins.required
-                or memtable.full
                 or last_id > engine.space.last_id
                 or unsynced > ring.spare
-                or not journal.fits(self._record.size(len(segments)))
+                or not journal.fits(self._record.largest_size)
                 or (linked and not self._follows(joins, segments[0]))
             ):
                 return 0
@@ -142,6 +141,8 @@ class RowAppender:
             try:
                 state.reserve(last_id)
                 engine.shared.reserve(last_id)
+                if memtable.full:
+                    state.drain(engine.shared)
                 state.priorities.start(cut_run(first_id, rows, ring.slots), ring.slots)
                 memtable.add(first_id, rows, payload)
                 with store.locks.episodes:

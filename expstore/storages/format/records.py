@@ -155,7 +155,7 @@ class RowRecord:
         rows: How many rows a record has.
     """
 
-    __slots__ = ("_data", "_frames", "_numbers", "_payload", "_rows", "fields")
+    __slots__ = ("_data", "_frames", "_numbers", "_payload", "_rows", "fields", "largest_size")
 
     def __init__(self, row_bytes: int, rows: int = 1) -> None:
         self._rows = rows
@@ -173,10 +173,8 @@ class RowRecord:
             body = start + size - begin - HEADER.size
             end = begin + -(-(HEADER.size + body) // ALIGN) * ALIGN
             self._frames.append((self._data[begin:end], body))
-
-    def size(self, segments: int) -> int:
-        """Return how many bytes the body of a record with so many segments has."""
-        return self._frames[segments][1]
+        #: How many bytes the body of the longest record has.
+        self.largest_size = self._frames[-1][1]
 
     def fill(
         self,

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.core import tuning
 from expstore.core.idempotency import NO_KEY
+from expstore.episodes import fragments
 from expstore.episodes.table import Segment
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.row_appender import RowAppender
@@ -140,6 +141,51 @@ CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
     "after the window": (lambda rb: (rb.storage.state, "commit"), True, 4),
     "before others see it": (lambda rb: (rb.storage.engine.shared, "publish"), False, 4),
 }
+
+
+def test_rows_of_add_are_whole_or_absent_wherever_they_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cut, (find, done, rows) in CUTS.items():
+        path = tmp_path / cut.replace(" ", "-")
+        with opened(path) as rb:
+            for number in range(3):
+                rb.add(row_of(number))
+            with monkeypatch.context() as patched:
+                owner, name = find(rb)
+                patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    rb.add(row_of(3))
+            for number in range(rows, 6):
+                rb.add(row_of(number))
+            assert rb[:]["action"].tolist() == [*range(6)], cut
+            assert rb.episodes().arrow()["length"].to_pylist() == [6], cut
+        assert verify(path) == [], cut
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """A flush in which an episode ends and another one begins."""
+    find, done, rows = CUTS[cut]
+    with opened(tmp_path / "a.exp") as rb:
+        episode = rb.record("env-0", flush_steps=3)
+        for number in range(5):
+            step(episode, number)
+        with monkeypatch.context() as patched:
+            owner, name = find(rb)
+            patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(episode, 5)
+        step(episode, 6)
+        step(episode, 7, last=True)
+        step(episode, 8)
+        kept = 6 if rows == 4 else 3
+        assert rb[:]["action"].tolist() == [*range(kept), 6, 7, 8]
+        assert rb.episodes().arrow()["length"].to_pylist() == [kept + 2, 1]
+        episode.close()
+    assert verify(tmp_path / "a.exp") == []
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -356,6 +402,22 @@ def test_a_row_that_needs_a_closer_look_takes_the_ordinary_way(
         assert rb.episodes().arrow()["length"].to_pylist() == [7]
     with pytest.raises(expstore.StateError, match="closed"):
         rb.add(row_of(7))
+
+
+def test_fragments_of_rows_that_have_left_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of irregular turns are a fragment each."""
+    monkeypatch.setattr(fragments, "_MANY_DEAD", 50)
+    found = taken(monkeypatch)
+    with opened(tmp_path / "a.exp") as rb:
+        rb.storage.episodes.fragments._bearable = 50
+        written = {"a": 0, "b": 0, "c": 0}
+        for source in np.random.default_rng(0).choice([*written], 2000).tolist():
+            rb.add(row_of(written[source]), source=source)
+            written[source] += 1
+        assert rb.storage.episodes.fragments.rows.shape[1] < 250  # twice the 100 rows that can be read
+    assert sum(found) > 1900
 
 
 def test_threads_add_rows_of_sources_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
