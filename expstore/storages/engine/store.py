@@ -298,8 +298,11 @@ class Store(Storage):
         `writer` reads the journal again.
         """
         state, engine, ring = self._state, self.engine, self.geometry
-        self.disk.warm()
-        state.episodes.use_kernels(self.disk.kernels)
+        kernels = self.disk.kernels
+        if kernels is None:
+            self.disk.warm()
+        if state.episodes.kernels is not kernels:
+            state.episodes.use_kernels(kernels)
         # 1. Give up the slots, in memory and for readers in other processes, before they change.
         skipped = self._reserve(rows)
         # 2. The payload goes to the columns; few rows stay in the memtable and in their record.
