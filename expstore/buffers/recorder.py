@@ -7,7 +7,7 @@ as one batch, by the same path that `extend` takes. It never samples.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -16,7 +16,8 @@ import torch
 
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.batch import Batch
-from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED
+from expstore.data.row_cells import Cells, compile_put
+from expstore.episodes.segmentation import RunReader
 from expstore.errors import ExpStoreError, SchemaError, StateError, StorageError
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
 from expstore.storages.capabilities import RowAppending
@@ -27,8 +28,6 @@ _NEXT = "next"
 #: How environments reset, in gymnasium's words.
 _MODES = ("NextStep", "SameStep", "Disabled")
 _FLAGS = ("done", "terminated", "truncated")
-#: Python's own types that fields of a kind hold as they are; integers may be too large.
-_OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
 
 
 class RecorderTarget(Protocol):
@@ -43,8 +42,11 @@ class RecorderTarget(Protocol):
     def append_columns(self, batch: Batch, source: str | None) -> None:
         """Append rows in the columns of the schema."""
 
-    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows faster while `is_plain`; None: nothing does."""
+    def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
+        """Return what appends so many rows faster while `is_plain`; None: nothing does."""
+
+    def run_reader(self, schema: Schema, columns: Sequence[Array]) -> RunReader:
+        """Return what reads out of columns how their rows lie in episodes, where rows have an appender."""
 
     def is_plain(self, schema: Schema) -> bool:
         """Return whether rows go to the storage as they are, and only the storage has to know of them."""
@@ -160,14 +162,20 @@ class Recorder:
                 self._ended[()] = False
                 return
             valid = self._without_resets(valid)
-        block = self._block
-        values = (observation, action, reward, next_observation, terminated, truncated)
-        if block is None or more.keys() != block.names:
-            block = self._find_block(values, more)
-        block.put(self._filled, values, more, valid)
+        block, row = self._block, self._filled
+        if block is None or not block.put_plain(
+            row, observation, action, reward, next_observation, terminated, truncated, more
+        ):
+            values = (observation, action, reward, next_observation, terminated, truncated)
+            if block is None or more.keys() != block.names:
+                block = self._find_block(values, more)
+                row = self._filled
+            block.put(row, values, more)
+        if valid is not None or self._lanes is not None:
+            block.set_valid(row, valid)
         if self._skips_resets:
-            self._ended[...] = block.ended(self._filled)
-        self._filled += 1
+            self._ended[...] = block.ended(row)
+        self._filled = row + 1
         if self._filled == self._flush_steps:
             self.flush()
 
@@ -191,9 +199,11 @@ class Recorder:
             return
         self._filled = 0  # before: after an interruption no step is written twice
         try:
-            appender = self._appender if self._target.is_plain(block.schema) else None
-            if appender is not None and appender.append(*block.outcome()):
-                return
+            runs = block.runs if filled == self._flush_steps else None
+            if runs is not None and self._appender is not None and self._target.is_plain(block.schema):
+                block.set_done(filled)
+                if self._appender.append(self._source, runs.read()):
+                    return
             batch = block.batch(filled)
             if batch.count:
                 self._target.append_columns(batch, self._source)
@@ -236,11 +246,11 @@ class Recorder:
         if schema is None:
             schema = self._target.fix_fields(_first_row(values, more, self._lanes))
         _check_sizes(schema)
-        appender = None
-        if self._lanes is None and self._flush_steps == 1:
-            appender = self._target.row_appender(self._source, schema)
+        appender = None if self._lanes is not None else self._target.row_appender(schema, self._flush_steps)
         memory = None if appender is None else appender.fields
         block = _Block(schema, values, more, self._lanes, self._flush_steps, memory)
+        if appender is not None:
+            block.runs = self._target.run_reader(schema, block.columns)
         self._block, self._appender = block, appender
         return block
 
@@ -302,7 +312,7 @@ class _Column:
         memory: Where the values lie. Shape `(bytes,)`, uint8.
     """
 
-    __slots__ = ("_dtype", "_entry", "_lanes", "_largest", "_numbers", "_shape", "rows", "values")
+    __slots__ = ("_dtype", "_entry", "_lanes", "_shape", "cells", "rows", "values")
 
     def __init__(self, entry: Field, lanes: int | None, steps: int, memory: Array) -> None:
         self._entry, self._lanes, dtype = entry, lanes, entry.numpy_dtype
@@ -316,12 +326,8 @@ class _Column:
         #: The same memory; shape `(steps, *_shape)`.
         self.rows: Array = self.values.reshape(steps, *self._shape)
         self._dtype = dtype
-        self._numbers = frozenset[type]()
-        self._largest = -1.0
-        if self._shape == () and entry.dtype != "bfloat16":
-            self._numbers = frozenset({dtype.type, *_OWN_TYPES.get(dtype.kind, ())})
-            if dtype.kind == "f":
-                self._largest = float(np.finfo(dtype).max)
+        #: The same memory, for values that need no conversion.
+        self.cells = Cells.of(self.rows, takes_numbers=self._shape == () and entry.dtype != "bfloat16")
 
     def put(self, at: int, value: Any) -> None:
         """Write the value of a step.
@@ -329,17 +335,6 @@ class _Column:
         Raises:
             SchemaError: It does not fit.
         """
-        kind = type(value)
-        if kind is np.ndarray:
-            if value.dtype is self._dtype and value.shape == self._shape:
-                self.rows[at] = value
-                return
-        elif kind in self._numbers or (kind is float and abs(value) <= self._largest):
-            try:
-                self.rows[at] = value
-            except OverflowError:
-                self.rows[at] = self._convert(value)
-            return
         self.rows[at] = self._convert(value)
 
     def _convert(self, value: Any) -> Array:
@@ -405,10 +400,12 @@ class _Group:
         key: Where the dict lies.
     """
 
-    __slots__ = ("_key", "_parts")
+    __slots__ = ("_key", "_parts", "cells")
 
     def __init__(self, parts: dict[str, _Column | _Group], key: Key) -> None:
         self._parts, self._key = parts, key
+        #: The places of the values, by name.
+        self.cells: dict[str, Any] = {name: part.cells for name, part in parts.items()}
 
     def put(self, at: int, value: Any) -> None:
         """Write the values of a step.
@@ -468,8 +465,15 @@ class _Block:
         self._more = {name: self._take(tuple(name.split(".")), value) for name, value in more.items()}
         #: The names of the other fields.
         self.names = more.keys() | set()
-        self._rewards, self._terminated, self._truncated = (
-            self._by_key[_NEXT, name].rows for name in ("reward", "terminated", "truncated")
+        #: Writes the values of a step, of which the last is the dict of other fields, if none needs a
+        #: conversion; see `compile_put`.
+        self.put_plain = compile_put(
+            [*(part.cells for part in self._values), {name: part.cells for name, part in self._more.items()}]
+        )
+        #: How the steps lie in episodes; None: the storage has to find out.
+        self.runs: RunReader | None = None
+        self._terminated, self._truncated = (
+            self._by_key[_NEXT, name].rows for name in ("terminated", "truncated")
         )
         self._done = self._left.pop((_NEXT, "done"), None)
         for flag in _FLAGS:  # of the observation before the step: it ended no episode
@@ -482,7 +486,8 @@ class _Block:
             )
         self._valid = np.ones((steps, lanes), np.bool_) if lanes is not None else None
         self._lane_numbers: IntArray = np.tile(np.arange(lanes or 1), steps)
-        self._whole = self._flat(steps)
+        #: The columns of all steps. Shapes `(steps * lanes, *row shape)`.
+        self.columns = self._flat(steps)
 
     def _take(self, key: Key, value: Any) -> _Column | _Group:
         """Return where the values of a field go, or those of all fields below it."""
@@ -497,29 +502,41 @@ class _Block:
             )
         return self._left.pop(key)
 
-    def put(self, at: int, values: tuple[Any, ...], more: Mapping[str, Any], valid: Any) -> None:
-        """Write a step."""
+    def put(self, at: int, values: tuple[Any, ...], more: Mapping[str, Any]) -> None:
+        """Write the values of a step.
+
+        Raises:
+            SchemaError: One does not fit.
+        """
         for part, value in zip(self._values, values, strict=True):
             part.put(at, value)
         for name, value in more.items():
             self._more[name].put(at, value)
-        if self._valid is not None:
-            self._valid[at] = True if valid is None else valid
-        elif valid is not None:
+
+    def set_valid(self, at: int, valid: Any) -> None:
+        """Note which lanes make a step; None: all.
+
+        Raises:
+            SchemaError: There are no lanes.
+        """
+        if self._valid is None:
             raise SchemaError("valid= is for several lanes", hint="do not record what is no step")
+        self._valid[at] = True if valid is None else valid
 
     def ended(self, step: int) -> Array:
         """Return which lanes end an episode by a step that they make. Shape `(lanes,)`, or `()`."""
         ends: Array = self._terminated[step] | self._truncated[step]
         return ends if self._valid is None else ends & self._valid[step]
 
-    def outcome(self) -> tuple[float, int]:
-        """Return the reward of the only step, and how it leaves its episode; its flag `done` is set."""
-        terminated, truncated = bool(self._terminated[0]), bool(self._truncated[0])
-        if self._done is not None:
-            self._done.rows[0] = terminated or truncated
-        status = TERMINATED if terminated else TRUNCATED if truncated else OPEN
-        return float(self._rewards[0]), status
+    def set_done(self, steps: int) -> None:
+        """Set the flag `done` of the first steps, which follows from the others."""
+        if self._done is None:
+            return
+        done, terminated, truncated = self._done.rows, self._terminated, self._truncated
+        if steps == 1 and self._lanes is None:
+            done[0] = terminated[0] or truncated[0]
+        else:
+            np.logical_or(terminated[:steps], truncated[:steps], out=done[:steps])
 
     def _flat(self, steps: int) -> list[Array]:
         """Return the columns of the first steps. Shapes `(steps * lanes, *row shape)`."""
@@ -531,10 +548,8 @@ class _Block:
 
     def batch(self, steps: int) -> Batch:
         """Return the first steps as rows."""
-        if self._done is not None:
-            ends = self._terminated[:steps], self._truncated[:steps]
-            np.logical_or(*ends, out=self._done.rows[:steps])
-        columns = self._whole if steps == self._steps else self._flat(steps)
+        self.set_done(steps)
+        columns = self.columns if steps == self._steps else self._flat(steps)
         count, lanes = steps * (self._lanes or 1), None
         if self._valid is not None:
             lanes = self._lane_numbers[:count]

@@ -104,8 +104,10 @@ def cut_run(first_id: int, count: int, slots: int | None) -> list[tuple[int, int
     if slots is None:
         return [(first_id - 1, 0, count)]
     start = (first_id - 1) % slots
-    head = min(count, slots - start)
-    return [(start, 0, head)] if head == count else [(start, 0, head), (0, head, count - head)]
+    if start + count <= slots:
+        return [(start, 0, count)]
+    head = slots - start
+    return [(start, 0, head), (0, head, count - head)]
 
 
 #: Runs of ids: (first, last) of each, ascending.

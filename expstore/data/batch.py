@@ -322,7 +322,7 @@ class Intake:
         try:
             for parent, name in self._parents:
                 tables.append(tables[parent][name]._tensordict)
-            if [len(table) for table in tables] != self._sizes:
+            if list(map(len, tables)) != self._sizes:
                 return None
             arrays = [tables[group][name].numpy() for group, name in self._leaves]
             if single:
@@ -408,6 +408,8 @@ class StepReader:
         self._facts, self._start = RowFacts(schema, keys), place(keys.start)
         self._trajectory, self._mask = place(keys.trajectory), place(keys.mask)
         self._counts_steps = keys.start == ("step_count",)
+        #: Whether rows may say that they are no transitions.
+        self.skips_rows = self._trajectory is not None or self._mask is not None
 
     def read(self, columns: Sequence[Array], batch: Batch) -> Steps:
         """Return what the rows are. `columns` are in the schema's order."""

@@ -56,7 +56,7 @@ class Fragments:
         _, _, count, first, stride = values
         place = number - self._popped
         if number >= 0 and place >= self._head:
-            _, _, length, start, step = self._data[:, place].tolist()
+            length, start, step = self._data[2:, place].tolist()
             if length == 1:
                 step = first - start
             if first == start + length * step and (count == 1 or stride == step):

@@ -108,6 +108,35 @@ class JoinMemory:
             if self.required.get(segment.episode) == segment.source:
                 del self.required[segment.episode]
 
+    def note_row(self, source: int, episode: int, *, joined: int | None, end: int | None) -> None:
+        """Remember a single row that continued its episode or began one: what `BatchJoins.note` does for it.
+
+        Args:
+            source: Number of its source.
+            episode: Its episode.
+            joined: crc32c of its observation, which was that of the last next observation; None: it began
+                the episode.
+            end: crc32c of its next observation; None: no more rows of the episode come.
+        """
+        stream = self.streams.get(source)
+        if stream is None:
+            stream = self.streams[source] = _Stream()
+        if joined is not None and not stream.is_settled:
+            self.count(source, episode, joined)
+            stream.misses = 0
+        if end is not None:
+            self.ends[episode] = end
+        elif self.joined:
+            self.joined.pop(episode, None)
+
+    def count(self, source: int, episode: int, crc: int) -> None:
+        """Count an observation that has joined."""
+        stream = self.streams.setdefault(source, _Stream())
+        if not stream.linked:
+            joined = self.joined.setdefault(episode, set())
+            joined.add(crc)
+            stream.linked = len(joined) >= _LINKED
+
     def forget(self, episode: int) -> None:
         """Forget an episode that takes no more rows."""
         self.ends.pop(episode, None)
@@ -269,7 +298,7 @@ class BatchJoins:
         counted: set[int] = set()
         for source, episode, crc in self.joined:
             counted.add(source)
-            self._count(source, episode, crc)
+            memory.count(source, episode, crc)
         left: dict[int, int] = {}  # pairs to compare
         for segment in segments:
             source = segment.source
@@ -295,16 +324,8 @@ class BatchJoins:
                 memory.joined.pop(segment.episode, None)
                 memory.streams[segment.source].needed = _LINKED
                 return False
-            self._count(segment.source, segment.episode, self._crc_of(row + stride))
+            memory.count(segment.source, segment.episode, self._crc_of(row + stride))
         return True
-
-    def _count(self, source: int, episode: int, crc: int) -> None:
-        """Count an observation that has joined."""
-        stream = self.memory.streams.setdefault(source, _Stream())
-        if not stream.linked:
-            joined = self.memory.joined.setdefault(episode, set())
-            joined.add(crc)
-            stream.linked = len(joined) >= _LINKED
 
 
 def _not_continued(name: str, episode: int) -> SchemaError:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.values import Array, IntArray
+from expstore.core.values import Array, IntArray, Key
 from expstore.episodes.fragments import cut_uneven
 from expstore.episodes.sessions import SessionKey
 from expstore.schema.field_roles import Keys
@@ -28,6 +28,8 @@ __all__ = [
     "TRUNCATED",
     "Piece",
     "RowFacts",
+    "Run",
+    "RunReader",
     "Steps",
     "cut_batch",
     "cut_lane",
@@ -76,6 +78,9 @@ class Steps:
 _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0)
 #: lane, trajectory, begins an episode, row, count, stride, status, return (0.0 where rows have no reward)
 Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
+#: Rows of one source and one episode that follow one another: number of the first row in the batch, how many,
+#: the sum of their rewards (0.0 where rows have none), and how the last one leaves the episode.
+Run = tuple[int, int, float, int]
 
 
 def cut_lane(steps: Steps, kernels: ModuleType) -> list[Piece]:
@@ -244,3 +249,48 @@ class RowFacts:
             return *ends, rewards.reshape(-1)
         several = rewards.reshape(len(rewards), -1).astype(np.float64)
         return *ends, getattr(several, self._keys.reward_reduce or "sum")(axis=1)
+
+
+class RunReader:
+    """Cut rows of one lane without trajectory ids into runs; their columns are filled again and again.
+
+    Args:
+        schema: Of the columns.
+        keys: Which fields say what a row is to its episode: each has one value per row, and is not bfloat16.
+        columns: One per field. Shapes `(n, *row shape)`.
+    """
+
+    def __init__(self, schema: Schema, keys: Keys, columns: Sequence[Array]) -> None:
+        def of(key: Key | None) -> Array | None:
+            return None if key is None else columns[schema.place(key)].reshape(-1)
+
+        self._count = len(columns[0])
+        none = np.zeros(self._count, np.bool_)
+        self._ends = of(keys.terminated), of(keys.truncated), of(keys.done)
+        # Of a single row flags that rows do not have are False.
+        self._terminated, self._truncated, self._done = (
+            none if column is None else column for column in self._ends
+        )
+        self._says_why = keys.terminated is not None
+        rewards = of(keys.reward)
+        self._rewards: Array = np.zeros(self._count) if rewards is None else rewards
+
+    def read(self) -> list[Run]:
+        """Return the runs of the rows that are in the columns; all but the last end their episode."""
+        if self._count == 1:  # as `find_ends` says it
+            stopped, done = self._truncated.item(0), self._done.item(0)
+            over = self._terminated.item(0) if self._says_why else done and not stopped
+            status = TERMINATED if over else TRUNCATED if stopped or done else OPEN
+            return [(0, 1, float(self._rewards.item(0)), status)]
+        terminated, truncated = find_ends(*self._ends)
+        rewards, runs, start = self._rewards.tolist(), list[Run](), 0
+        stopped = [] if truncated is None else truncated.nonzero()[0].tolist()
+        over = [] if terminated is None else terminated.nonzero()[0].tolist()
+        ends = dict.fromkeys(stopped, TRUNCATED) | dict.fromkeys(over, TERMINATED)
+        for last in sorted({*ends, self._count - 1}):
+            total = 0.0
+            for reward in rewards[start : last + 1]:  # in the order in which `cut_lane` adds
+                total += reward
+            runs.append((start, last + 1 - start, total, ends.get(last, OPEN)))
+            start = last + 1
+        return runs

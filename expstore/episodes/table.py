@@ -10,6 +10,7 @@ import itertools
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from expstore.episodes.segmentation import (
     TERMINATED,
     TRUNCATED,
     Piece,
+    Run,
     Steps,
     cut_batch,
     cut_lane,
@@ -51,6 +53,7 @@ __all__ = [
     "Assignment",
     "Episode",
     "EpisodeTable",
+    "Run",
     "Segment",
     "Steps",
 ]
@@ -83,6 +86,9 @@ class Segment(NamedTuple):
         return self.source, self.trajectory if self.flags & HAS_TRAJECTORY else None
 
 
+#: Episode, first step and rows.
+_RUN_OF = itemgetter(0, 2, 5)
+
 SEGMENT_FORMAT = "<qqqiiiidBB6x"
 _SEGMENT = struct.Struct(SEGMENT_FORMAT)
 SEGMENT_BYTES = _SEGMENT.size
@@ -90,7 +96,7 @@ SEGMENT_BYTES = _SEGMENT.size
 
 def pack_segments(segments: Iterable[Segment]) -> bytes:
     """Return segments as a publish record keeps them (56 bytes each)."""
-    return b"".join([_SEGMENT.pack(*segment) for segment in segments])
+    return b"".join(itertools.starmap(_SEGMENT.pack, segments))
 
 
 def unpack_segments(data: bytes) -> list[Segment]:
@@ -161,7 +167,10 @@ class Episode:
 
     def entry(self, sequence: int, generation: int) -> LogEntry:
         """Return the log entry of the present state."""
-        return LogEntry(**self.to_dict(), sequence=sequence, generation=generation)
+        return LogEntry(  # thousands may end in one batch: positions take a third of the time of names
+            self.episode, self.source, self.trajectory, self.start, self.end, self.ret, self.length,
+            self.last_id, self.status, sequence, generation, self.text,
+        )  # fmt: skip
 
 
 class EpisodeTable:
@@ -265,6 +274,34 @@ class EpisodeTable:
         numbers_of_rows = _spread(segments, steps.count, order, first_id, time, self.kernels)
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
+    def assign_runs(self, source: int, runs: Sequence[Run], flags: int, low: int) -> list[Segment] | None:
+        """Decide episode and step of rows of a source without trajectory ids; nothing is changed yet.
+
+        Args:
+            source: Its number; it has written rows before.
+            runs: The rows. All runs but the last end their episode.
+            flags: Of their segments: `NO_REWARD` or 0.
+            low: The newest id that can no longer be read.
+
+        Returns:
+            A segment for each run; None: `assign` must decide.
+        """
+        self._low = low
+        open_episode, following = self._open.get((source, None)), self.next_episode
+        segments = []
+        for start, rows, ret, status in runs:
+            if open_episode is None:
+                segment = Segment(following, 0, 0, source, start, rows, 1, ret, status, flags | NEW)
+                following += 1
+            elif open_episode.status == OPEN:
+                number, step = open_episode.episode, open_episode.length
+                segment = Segment(number, 0, step, source, start, rows, 1, ret, status, flags)
+                open_episode = None
+            else:
+                return None
+            segments.append(segment)
+        return segments
+
     def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
         episode = self._open.get(key)
         if episode is None or (episode.status == TRUNCATED and episode.last_id <= low):
@@ -321,7 +358,7 @@ class EpisodeTable:
     def commit(
         self,
         segments: Sequence[Segment],
-        sources: Iterable[NewSource],
+        sources: Sequence[NewSource],
         *,
         first_id: int,
         time: int,
@@ -338,7 +375,7 @@ class EpisodeTable:
             sequence: Of its publish record.
             info: What is noted about its episodes, as JSON text.
         """
-        entries = [self._add_source(source, time) for source in sources]
+        entries = [self._add_source(source, time) for source in sources] if sources else []
         if self.joins.awaiting or self.joins.required:
             self.joins.note_rows(segments)
         for segment in segments:
@@ -524,35 +561,35 @@ class EpisodeTable:
     def _commit_segment(
         self, segment: Segment, first_id: int, time: int, sequence: int, info: str, entries: list[LogEntry]
     ) -> None:
-        key = segment.key
+        number, trajectory, step, source, start, rows, stride, ret, status, flags = segment
+        key = (source, trajectory if flags & HAS_TRAJECTORY else None)
         episode = self._open.get(key)
-        if segment.flags & NEW or episode is None:
+        if flags & NEW or episode is None:
             if episode is not None and episode.status == OPEN:
                 episode.status = CUT  # begun anew without an end: a reset by hand
                 entries.append(self._note(episode, sequence))
             if episode is not None:
                 self.joins.forget(episode.episode)
             # Of an archive the first rows may never have come: steps count what there was.
-            episode = Episode(segment.episode, segment.source, key[1], start=time, length=segment.step)
+            episode = Episode(number, source, key[1], start=time, length=step)
             self._open[key] = episode
-            self.next_episode = max(self.next_episode, segment.episode + 1)
-        episode.text = merge_info(episode.text, info)
+            self.next_episode = max(self.next_episode, number + 1)
+        if info:
+            episode.text = merge_info(episode.text, info)
         goes_on = episode.status == TRUNCATED
-        first = first_id + segment.start
-        episode.fragment = self.fragments.add(
-            episode.fragment, (episode.episode, segment.step, segment.rows, first, segment.stride)
-        )
-        episode.length += segment.rows
-        if not segment.flags & NO_REWARD:
-            episode.ret = (episode.ret or 0.0) + segment.ret
+        first = first_id + start
+        episode.fragment = self.fragments.add(episode.fragment, (episode.episode, step, rows, first, stride))
+        episode.length += rows
+        if not flags & NO_REWARD:
+            episode.ret = (episode.ret or 0.0) + ret
         episode.end = time
-        episode.last_id = first + (segment.rows - 1) * segment.stride
-        episode.status = segment.status
-        self._touch(episode)
-        if segment.status != OPEN or goes_on:
+        episode.last_id = first + (rows - 1) * stride
+        episode.status = status
+        self._changed[episode.episode] = episode
+        self.touched.note(episode.episode)
+        if status != OPEN or goes_on:
             entries.append(episode.entry(sequence, self.generation))
-        over = segment.status == TERMINATED or segment.flags & LAST
-        if over or (segment.status == TRUNCATED and key[1] is None):
+        if status == TERMINATED or flags & LAST or (status == TRUNCATED and key[1] is None):
             del self._open[key]
             self.joins.forget(episode.episode)
 
@@ -655,11 +692,6 @@ class EpisodeTable:
         """Return the state of episodes that are not in the log in their present state."""
         return [e.entry(0, self.generation) for e in self._open.values() if e.status == OPEN]
 
-    def find_open(self, source: int) -> Episode | None:
-        """Return the episode that the next row of a source without trajectory ids continues; None: none."""
-        episode = self._open.get((source, None))
-        return episode if episode is not None and episode.status == OPEN else None
-
     def has_open(self, sources: Collection[int] | None) -> bool:
         """Return whether an episode of some sources, or of any if None, may still get rows."""
         if sources is None:
@@ -716,7 +748,7 @@ def _spread(
     """Return id, episode, step and time of every row. Shape `(4, n)`."""
     if n == 1:
         return np.array([[first_id], [segments[0].episode], [segments[0].step], [time]])
-    runs = np.array([(s.episode, s.step, s.rows) for s in segments])
+    runs = np.array(list(map(_RUN_OF, segments)))
     numbers = np.empty((4, n), np.int64)
     if kernels is not None and order is None:
         kernels.spread_runs(runs, first_id, time, numbers)

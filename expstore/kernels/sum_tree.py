@@ -1,7 +1,7 @@
 """A weight for every place, and the place under any share of their sum.
 
 Used by prioritized samplers. A flat tree of fan-out 8 over float64 leaves (Schaul et al. 2016, appendix
-B.2.1, keeps a binary one), with the smallest weight beside the sum. It knows nothing of rows.
+B.2.1, keeps a binary one), with the smallest weight beside the sum. It does not know about rows.
 """
 
 from __future__ import annotations

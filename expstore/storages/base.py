@@ -441,12 +441,12 @@ class Storage(ReadView):
         """What deletes episodes; None: rows leave by age, or not at all."""
         return None
 
-    def row_appender(self, source: str | None, schema: Schema) -> RowAppending | None:
-        """Return what appends single rows of a stream faster than `write`; None: nothing does.
+    def row_appender(self, schema: Schema, rows: int = 1) -> RowAppending | None:
+        """Return what appends a few rows of one stream faster than `write`; None: nothing does.
 
         Args:
-            source: Name of the stream, in the storage's own session; None: the unnamed one.
             schema: The fields of the rows.
+            rows: How many rows are appended together.
         """
         return None
 

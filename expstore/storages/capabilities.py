@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from expstore.core.id_set import Gaps
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Key
+from expstore.episodes.table import Run
 from expstore.storages.new_field import Coming
 
 __all__ = ["FieldChanges", "GivenUp", "Retention", "RowAppending"]
@@ -49,20 +50,24 @@ class FieldChanges(Protocol):
 
 
 class RowAppending(Protocol):
-    """Append single rows of one stream.
+    """Append rows of one stream, so many at a time.
 
     Threads: one at a time uses it; others may use the storage.
     """
 
-    #: The fields of the next row, one behind another in the schema's order. Shape `(bytes,)`, uint8.
+    #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
     fields: Array
 
-    def append(self, reward: float, status: int) -> bool:
-        """Append the row in `fields`; return whether it was taken: otherwise nothing was done.
+    def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
+        """Append the rows in `fields`; return the id of the first one, 0 if they are not taken.
+
+        Rows that are not taken leave nothing behind.
 
         Args:
-            reward: Of the row, in the precision of its field; 0.0 where rows have none.
-            status: How the row leaves its episode: open, terminated or truncated.
+            source: Name of the stream, in the storage's own session; None: the unnamed one.
+            runs: How the rows lie in episodes, with rewards in the precision of their field.
+            linked: Whether the observation of a row must be the next observation of the row before it in its
+                episode. There is a single row then.
 
         Raises:
             StateError: Nothing can be written here.

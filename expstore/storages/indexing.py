@@ -341,15 +341,14 @@ def append_rows(
     """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
     if steps.session is not None:
         reopen_session(storage, steps.session)
-    first, time = storage.window.last + 1, now_us()
-    low, table = storage.window.low, storage.episodes
-    memory = table.joins
+    window, table, time = storage.state.window, storage.state.episodes, now_us()
+    first, memory = window.last + 1, table.joins
     if memory.schema is not storage.schema:
         observe(storage)
     joins = None
     if memory.pairs and steps.linked:
         joins = BatchJoins(memory, columns, partial(next_observations, storage))
-    assignment = table.assign(steps, source=source, joins=joins, low=low, first_id=first, time=time)
+    assignment = table.assign(steps, source=source, joins=joins, low=window.low, first_id=first, time=time)
     rows = Rows(first, steps.count, columns, assignment, time, info, key)
     storage.write(rows)
     if joins is not None:

@@ -149,7 +149,9 @@ class RowState:
             capacity: How many can be read at most; None: any number.
             position: Generation and LSN of the record that commits them.
         """
-        low = self.retired if capacity is None else max(self.retired, last - capacity)
+        low = self.retired
+        if capacity is not None and last - capacity > low:
+            low = last - capacity
         self.window = Window(min(low, last), last, self.window.gaps)
         self.write_count += count
         self.content = position

@@ -258,7 +258,7 @@ class _Glance:
         return torch.as_tensor(rewards).sum()
 
     def get(self, key: NestedKey) -> Any:
-        """Return an entry, of the root or else below `next`; None if there is none."""
+        """Return an entry, of the root or else below `next`; None: there is no such entry."""
         values, plain = self._entry(key)
         if not plain:
             return self._seen.trajectory(self._number).get(key)

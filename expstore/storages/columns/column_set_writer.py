@@ -392,7 +392,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             self.ensure(slot + n)
         apart, crc, batches = self.variable_places, 0, list[int]()
         values = [*columns, *numbers, priorities]
-        variable = [columns[place] for place in apart]
+        variable = [columns[place] for place in apart] if apart else []
         run = Run(int(numbers[0, 0]), numbers.shape[1], pieces, values, variable)
         try:
             for writer in self._writers:
@@ -402,7 +402,8 @@ class WritableColumns(ColumnSet, Checkpointed):
                     crc = google_crc32c.extend(crc, column)
             crc = google_crc32c.extend(crc, numbers)
         finally:
-            finish(run.jobs)
+            if run.jobs:
+                finish(run.jobs)
         return add_batches(crc, batches) if batches else crc
 
     def bytes_of(self, columns: Sequence[Any], count: int) -> int:

@@ -68,7 +68,7 @@ class RowPrefetcher:
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """Where columns were the last time that somebody looked: one that grows moves now and then.
+    """The addresses of columns as of the last check: a column that grows moves now and then.
 
     Args:
         places: Of the columns that were asked for.

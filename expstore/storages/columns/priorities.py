@@ -109,10 +109,9 @@ class Priorities:
             runs: Where the rows lie: (first slot, offset, rows).
             slots: How many slots a ring has; None: the array grows with the rows.
         """
-        size = max(slot + n for slot, _, n in runs) if slots is None and runs else slots or 0
-        if self.values.size < size:
-            self._grow(size if slots is not None else max(4096, 2 * size))
         for slot, _, n in runs:
+            if slot + n > self.values.size:
+                self._grow(max(4096, 2 * (slot + n)) if slots is None else slots)
             self.values[slot : slot + n] = self.largest
 
     def set(self, ids: IntArray, slots: IntArray, values: Array) -> None:

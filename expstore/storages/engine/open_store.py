@@ -126,7 +126,7 @@ class OpenStore(RowState):
             and (columns.bytes_of(rows.columns, count) <= tuning.MEMTABLE_BATCH_BYTES)
         ):
             return self._keep(columns, rows, geometry, shared)
-        if self.memtable.count:
+        if self.memtable.span[1]:
             self.drain(shared)
         arrays, numbers = rows.columns, rows.assignment.numbers
         if skipped:

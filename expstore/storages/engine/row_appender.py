@@ -1,18 +1,23 @@
-"""Append single rows of one stream in a fraction of the time that a batch takes.
+"""Append a few rows of one stream in a fraction of the time that a batch takes.
 
-A service of the store, for recorders. The acts of `RowAppender.append`, and their order, are those of
-`Store._append`, which says what a kill between any two of them leaves; here they are made for the one case
+A service of the store, for recorders and `add`. The acts of `RowAppender.append`, and their order, are those
+of `Store._append`, which says what a kill between any two of them leaves; here they are made for the one case
 that most steps of an environment are. All other cases are left to it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import google_crc32c
 import numpy as np
 
-from expstore.core.values import Array
-from expstore.episodes.table import NO_REWARD, Segment
+from expstore.core import tuning
+from expstore.core.values import Array, cut_run
+from expstore.episodes.segmentation import OPEN
+from expstore.episodes.table import NEW, NO_REWARD, Run, Segment
+from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
 from expstore.storages.batch import now_us
 from expstore.storages.description import Description
@@ -20,73 +25,75 @@ from expstore.storages.engine.open_store import OpenStore
 from expstore.storages.format.records import RowRecord
 
 if TYPE_CHECKING:
+    from expstore.episodes.joins import JoinMemory
     from expstore.storages.engine.store import Store
 
 __all__ = ["RowAppender"]
 
 
 class RowAppender:
-    """Append rows one by one, each of which continues the open episode of its stream.
+    """Append rows of sources that have written before, so many at a time.
 
-    The row lies in its commit record while its fields are written (`fields`), so that it is copied once.
+    The rows lie in their commit record while their fields are written (`fields`): they are copied once.
 
-    Invariant: a row that `append` does not take leaves nothing behind.
+    Invariant: rows that `append` does not take leave nothing behind.
 
     Threads: one at a time uses it; it takes the locks that `Store.write` is called under. Crashes: as
     `Store.write`.
 
     Args:
         store: Where rows go.
-        source: Name of the stream, in the session of the store; None: its unnamed stream.
         schema: The fields of the rows.
+        rows: How many rows a call of `append` appends.
 
     Raises:
         StateError: The store cannot be written to.
     """
 
-    def __init__(self, store: Store, source: str | None, schema: Schema) -> None:
-        self._store, self._source, self._schema = store, source, schema
-        self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields))
-        #: The fields of the next row, one behind another in the schema's order. Shape `(bytes,)`, uint8.
+    def __init__(self, store: Store, schema: Schema, rows: int = 1) -> None:
+        self._store, self._schema, self._rows = store, schema, rows
+        self._record = RowRecord(sum(entry.row_bytes for entry in schema.fields), rows)
+        #: The rows, field by field in the schema's order. Shape `(bytes,)`, uint8.
         self.fields: Array = np.frombuffer(self._record.fields, np.uint8)
-        # Of these two `_find_source` has found what follows; others may be there by now.
+        ends = np.cumsum([rows * entry.row_bytes for entry in schema.fields])
+        self._columns = np.split(self.fields, ends[:-1])
+        # Of these two `_adopt` has found what follows; others may be there by now.
         self._state: OpenStore | None = None
         self._description: Description | None = None
-        self._number, self._flags, self._column_set = 0, 0, 0
+        self._sources: dict[str | None, int] = {}
+        self._flags, self._column_set = 0, 0
 
     @staticmethod
-    def suits(store: Store, schema: Schema) -> bool:
-        """Return whether single rows can be appended by so few acts.
+    def suits(store: Store, schema: Schema, rows: int) -> bool:
+        """Return whether rows can be appended by so few acts.
 
         Not where the fields say more of a row than its reward and end, where each call is synced, where rows
-        go to an archive, and where the best rows stay.
+        go to an archive, where the best rows stay, and where several rows are too long for the memtable.
         """
         keys, engine = store.keys, store.engine
-        roles = {
-            ("next", "terminated"): keys.terminated,
-            ("next", "truncated"): keys.truncated,
-            ("next", "done"): keys.done or ("next", "done"),
-            ("next", "reward"): keys.reward or ("next", "reward"),
-        }
         named = [key for key in (keys.terminated, keys.truncated, keys.done, keys.reward) if key is not None]
         return (
             store.schema is schema
             and not schema.variable
-            and all(key == found for key, found in roles.items())
             and all(schema[key].row_items == 1 and schema[key].dtype != "bfloat16" for key in named)
             and keys.trajectory is keys.start is keys.mask is None
             and not engine.durable
             and engine.archive is None
             and store.geometry.lanes == 1
             and store.ranking is None
+            and rows <= tuning.MEMTABLE_BATCH_ROWS
+            and (rows == 1 or rows * (schema.row_bytes + ROW_BYTES) <= tuning.MEMTABLE_BATCH_BYTES)
         )
 
-    def append(self, reward: float, status: int) -> bool:
-        """Append the row in `fields`; return whether it was taken: otherwise nothing was done.
+    def append(self, source: str | None, runs: Sequence[Run], *, linked: bool = False) -> int:
+        """Append the rows in `fields`; return the id of the first one, 0 if they are not taken.
 
         Args:
-            reward: Of the row, in the precision of its field; 0.0 where rows have none.
-            status: How the row leaves its episode: open, terminated or truncated.
+            source: Name of the stream, in the session of the store; None: its unnamed stream.
+            runs: How the rows lie in episodes, with rewards in the precision of their field; see
+                `EpisodeTable.assign_runs`.
+            linked: Whether the observation of a row must be the next observation of the row before it in its
+                episode. There is a single row then.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.
@@ -95,28 +102,33 @@ class RowAppender:
         store = self._store
         with store.locks.extend, store.lock:
             store.writer()
-            engine, state = store.engine, store.state
-            known = state is self._state and store.description is self._description
-            if not (known or self._find_source(state)):
-                return False
-            first_id = state.window.last + 1
-            table, memtable, spare = state.episodes, state.memtable, store.geometry.spare
-            episode = table.find_open(self._number)
+            engine, state, rows = store.engine, store.state, self._rows
+            is_known = state is self._state and store.description is self._description
+            if not (is_known or self._adopt(state)):
+                return 0
+            number = self._sources.get(source) or self._find_source(state, source)
+            window = state.window
+            first_id = window.last + 1
+            last_id = first_id + rows - 1
+            table, memtable, journal, ring = state.episodes, state.memtable, state.journal, store.geometry
+            joins = table.joins
+            segments = table.assign_runs(number, runs, self._flags, window.low) if number else None
+            unsynced = last_id - engine.checkpointer.covered
             if (
-                episode is None
+                segments is None
                 or store.hold.first
                 or state.sampled is not None
                 or state.priorities.within
-                or table.joins.awaiting
-                or memtable.full
-                or first_id > engine.space.last_id
-                or 2 * (first_id - engine.checkpointer.covered) > spare
-                or not state.journal.fits(self._record.size)
+                or joins.awaiting
+                or joins.required
+                or last_id > engine.space.last_id
+                or unsynced > ring.spare
+                or not journal.fits(self._record.largest_size)
+                or (linked and not self._follows(joins, segments[0]))
             ):
-                return False
-            segment = Segment(
-                episode.episode, 0, episode.length, self._number, 0, 1, 1, reward, status, self._flags
-            )
+                return 0
+            if 2 * unsynced > ring.spare:
+                engine.background.hurry()
             time = now_us()
             payload = self._record.fill(
                 column_set=self._column_set,
@@ -124,38 +136,74 @@ class RowAppender:
                 time=time,
                 priority=state.priorities.largest,
                 first_id=first_id,
-                segment=segment,
+                segments=segments,
             )
             try:
-                state.reserve(first_id)
-                engine.shared.reserve(first_id)
-                state.priorities.start(store.geometry.runs(first_id, 1), store.geometry.slots)
-                memtable.add(first_id, 1, payload)
+                state.reserve(last_id)
+                engine.shared.reserve(last_id)
+                if memtable.full:
+                    state.drain(engine.shared)
+                state.priorities.start(cut_run(first_id, rows, ring.slots), ring.slots)
+                memtable.add(first_id, rows, payload)
                 with store.locks.episodes:
-                    sequence = self._record.append_to(state.journal)
-                    entries = table.commit((segment,), (), first_id=first_id, time=time, sequence=sequence)
-                    state.log.append(entries)
-                    state.commit(first_id, 1, store.geometry.capacity, (engine.manifest.generation, sequence))
+                    sequence = self._record.append_to(journal, len(segments))
+                    entries = table.commit(segments, (), first_id=first_id, time=time, sequence=sequence)
+                    if entries:
+                        state.log.append(entries)
+                    state.commit(last_id, rows, ring.capacity, (engine.manifest.generation, sequence))
             except BaseException:
                 engine.health.note_interruption()
                 raise
-            engine.shared.publish(first_id, sequence, drained=False)
+            if linked and joins.pairs:
+                self._note_join(joins, segments[0])
+            engine.shared.publish(last_id, sequence, drained=False)
             engine.background.note()
             store.counters.extends += 1
-        return True
+        return first_id
 
-    def _find_source(self, state: OpenStore) -> bool:
+    def _follows(self, joins: JoinMemory, segment: Segment) -> bool:
+        """Return whether it is sure that the row continues its episode, or begins one."""
+        if joins.schema is not self._schema:
+            return False
+        new = segment.flags & NEW or not joins.pairs
+        return bool(new) or joins.ends.get(segment.episode) == self._sum(joins, 0)
+
+    def _note_join(self, joins: JoinMemory, segment: Segment) -> None:
+        """Have the next row compared with this one."""
+        new, ends = segment.flags & NEW, segment.status != OPEN
+        joins.note_row(
+            segment.source,
+            segment.episode,
+            joined=None if new else self._sum(joins, 0),
+            end=None if ends else self._sum(joins, 1),
+        )
+
+    def _sum(self, joins: JoinMemory, side: int) -> int:
+        """Return the crc32c of the observations (`side` 0) or next observations (1) of the row."""
+        crc = 0
+        for pair in joins.pairs:
+            crc = google_crc32c.extend(crc, self._columns[pair[side]])
+        return crc
+
+    def _adopt(self, state: OpenStore) -> bool:
         """Look at a store that was opened again, or is another one now; return whether rows fit."""
-        store, table = self._store, state.episodes
-        if not self.suits(store, self._schema):
+        store = self._store
+        if not self.suits(store, self._schema, self._rows):
             return False
-        if self._source is None:
-            numbers = table.unnamed_sources(table.session)
-        else:
-            numbers = table.sources_named(self._source, session=table.session)
-        if len(numbers) != 1:
-            return False
-        self._number, self._flags = numbers[0], NO_REWARD if store.keys.reward is None else 0
+        self._sources = {}
+        self._flags = NO_REWARD if store.keys.reward is None else 0
         self._column_set = store.engine.manifest.column_set
         self._state, self._description = state, store.description
         return True
+
+    def _find_source(self, state: OpenStore, source: str | None) -> int:
+        """Return the number of a source without lanes; 0 if there is no source yet, or more than one."""
+        table = state.episodes
+        if source is None:
+            numbers = table.unnamed_sources(table.session)
+        else:
+            numbers = table.sources_named(source, session=table.session)
+        if len(numbers) != 1:
+            return 0
+        self._sources[source] = numbers[0]
+        return numbers[0]

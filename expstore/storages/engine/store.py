@@ -298,8 +298,11 @@ class Store(Storage):
         `writer` reads the journal again.
         """
         state, engine, ring = self._state, self.engine, self.geometry
-        self.disk.warm()
-        state.episodes.use_kernels(self.disk.kernels)
+        kernels = self.disk.kernels
+        if kernels is None:
+            self.disk.warm()
+        if state.episodes.kernels is not kernels:
+            state.episodes.use_kernels(kernels)
         # 1. Give up the slots, in memory and for readers in other processes, before they change.
         skipped = self._reserve(rows)
         # 2. The payload goes to the columns; few rows stay in the memtable and in their record.
@@ -580,9 +583,9 @@ class Store(Storage):
         """What ranks rows, their specs, and whether they are counted."""
         return StoreSettings(self, self._describe, self._count_sampled)
 
-    def row_appender(self, source: str | None, schema: Schema) -> RowAppender | None:
-        """Return what appends single rows of a stream faster than `write`; see `Storage.row_appender`."""
-        return RowAppender(self, source, schema) if RowAppender.suits(self, schema) else None
+    def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
+        """Return what appends a few rows faster than `write`; see `Storage.row_appender`."""
+        return RowAppender(self, schema, rows) if RowAppender.suits(self, schema, rows) else None
 
     def _note_unsaved(self) -> None:
         """Note that priorities were set: a checkpoint follows before long."""

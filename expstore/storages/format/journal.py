@@ -42,6 +42,7 @@ SYNC_SEGMENT_BYTES = 64 << 20
 
 # length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
 HEADER = struct.Struct("<IIQQB7x")
+_CHECKSUM = struct.Struct("<I")
 
 
 class Kind(IntEnum):
@@ -380,16 +381,15 @@ class Journal:
             size: Bytes of the body.
         """
         assert self._file is not None
-        HEADER.pack_into(frame, 0, size, 0, self._salt, self.sequence + 1, kind)
-        # Of all but the checksum itself.
-        crc = google_crc32c.extend(
-            google_crc32c.value(frame[:4].tobytes()), frame[8 : HEADER.size + size].tobytes()
-        )
-        frame[4:8] = crc.to_bytes(4, "little")
+        sequence = self.sequence + 1
+        HEADER.pack_into(frame, 0, size, 0, self._salt, sequence, kind)
+        data = frame.tobytes()
+        crc = google_crc32c.value(data[:4])  # of all but the checksum itself
+        _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(crc, data[8 : HEADER.size + size]))
         self._file.write(frame.tobytes(), self._at)
-        self.sequence += 1
+        self.sequence = sequence
         self._at += len(frame)
-        return self.sequence
+        return sequence
 
     @property
     def length(self) -> int:

@@ -34,9 +34,12 @@ __all__ = ["Mark", "Publish", "Redo", "RowRecord", "fetch_body", "shelve_body"]
 # number of the column set | priority of its rows | idempotency key, digest of the body | bytes of info
 _PUBLISH = struct.Struct("<QQqIIIIIIf16s16sI")
 _PUBLISH_HEAD = struct.Struct("<QQqI")
-#: Of one row: that and its segment. Then the fields, and the row's id, episode, step and time.
-_ROW = struct.Struct(_PUBLISH.format + SEGMENT_FORMAT.removeprefix("<"))
+#: That and the first segment.
+_FIRST = struct.Struct(_PUBLISH.format + SEGMENT_FORMAT.removeprefix("<"))
+#: Of a single row: its id, episode, step and time, which stand behind the fields.
 _NUMBERS = struct.Struct("<4q")
+#: What a record has before its segments.
+_HEAD_BYTES = HEADER.size + _PUBLISH.size
 #: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
@@ -143,52 +146,83 @@ class Publish:
 
 
 class RowRecord:
-    """The commit record of a single row, laid out once and filled for each row: what `Publish` packs for it.
+    """The commit record of a few rows of one stream, laid out once: what `Publish` packs for them.
 
-    The caller writes the values of the row to `fields`. Not locked.
+    The caller writes the values of the rows to `fields`. Not locked.
 
     Args:
         row_bytes: Size of the fields of a row.
+        rows: How many rows a record has.
     """
 
-    __slots__ = ("_body", "_frame", "_payload", "fields", "size")
+    __slots__ = ("_data", "_frames", "_numbers", "_payload", "_rows", "fields", "largest_size")
 
-    def __init__(self, row_bytes: int) -> None:
-        #: Bytes of the body.
-        self.size = _ROW.size + row_bytes + _NUMBERS.size
-        self._frame = memoryview(bytearray(-(-(HEADER.size + self.size) // ALIGN) * ALIGN))
-        self._body = self._frame[HEADER.size : HEADER.size + self.size]
-        self._payload = self._body[_ROW.size :]
-        #: The fields of the row, one behind another in the schema's order. Shape `(row_bytes,)`.
-        self.fields = self._payload[:row_bytes]
+    def __init__(self, row_bytes: int, rows: int = 1) -> None:
+        self._rows = rows
+        size, start = rows * (row_bytes + _NUMBERS.size), _HEAD_BYTES + SEGMENT_BYTES * rows
+        self._data = memoryview(bytearray(start + size + ALIGN))
+        self._payload = self._data[start : start + size]
+        #: The fields of the rows, field by field in the schema's order. Shape `(rows * row_bytes,)`.
+        self.fields = self._payload[: rows * row_bytes]
+        #: Ids, episodes, steps and times. Shape `(4, rows)`.
+        self._numbers: IntArray = np.frombuffer(self._payload[rows * row_bytes :], np.int64).reshape(4, rows)
+        # By number of segments, which lie before the fields: the room of the record, the bytes of its body.
+        self._frames = [(self._data, 0)]
+        for count in range(1, rows + 1):
+            begin = start - _HEAD_BYTES - SEGMENT_BYTES * count
+            body = start + size - begin - HEADER.size
+            end = begin + -(-(HEADER.size + body) // ALIGN) * ALIGN
+            self._frames.append((self._data[begin:end], body))
+        #: How many bytes the body of the longest record has.
+        self.largest_size = self._frames[-1][1]
 
     def fill(
-        self, *, column_set: int, draw: int, time: int, priority: float, first_id: int, segment: Segment
+        self,
+        *,
+        column_set: int,
+        draw: int,
+        time: int,
+        priority: float,
+        first_id: int,
+        segments: Sequence[Segment],
     ) -> bytes:
-        """Complete the record of a row whose fields are there; return the payload.
+        """Complete the record of rows whose fields are there; return the payload.
 
         Args:
             column_set: As of `Publish`.
             draw: As of `Publish`.
             time: As of `Publish`.
             priority: As of `Publish`.
-            first_id: The id of the row.
-            segment: Its episode and step.
+            first_id: The id of the first row.
+            segments: Their episodes and steps; at most one for each row.
         """
-        _NUMBERS.pack_into(self._payload, len(self.fields), first_id, segment.episode, segment.step, time)
-        payload = self._payload.tobytes()
-        _ROW.pack_into(
-            self._body, 0,
+        rows, first, payload = self._rows, segments[0], self._payload
+        if rows == 1:
+            _NUMBERS.pack_into(payload, len(self.fields), first_id, first.episode, first.step, time)
+        else:
+            ids, episodes, steps, times = self._numbers
+            ids[:], times[:] = range(first_id, first_id + rows), time
+            for one in segments:
+                stop = one.start + one.rows
+                episodes[one.start : stop] = one.episode
+                steps[one.start : stop] = range(one.step, one.step + one.rows)
+        data = payload.tobytes()
+        frame, _ = self._frames[len(segments)]
+        _FIRST.pack_into(
+            frame, HEADER.size,
             first_id, draw, time,
-            1, 0, 1, 0, google_crc32c.value(payload), column_set,
+            rows, 0, len(segments), 0, google_crc32c.value(data), column_set,
             priority, NO_KEY, NO_KEY, 0,
-            *segment,
+            *first,
         )  # fmt: skip
-        return payload
+        if len(segments) > 1:
+            more = pack_segments(segments[1:])
+            frame[_HEAD_BYTES + SEGMENT_BYTES : _HEAD_BYTES + SEGMENT_BYTES + len(more)] = more
+        return data
 
-    def append_to(self, journal: Journal) -> int:
-        """Append the record to a journal; return its sequence number."""
-        return journal.append_framed(Kind.PUBLISH, self._frame, self.size)
+    def append_to(self, journal: Journal, segments: int) -> int:
+        """Append the record, which has so many segments, to a journal; return its sequence number."""
+        return journal.append_framed(Kind.PUBLISH, *self._frames[segments])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from tensordict import TensorDict
 import expstore
 from expstore.core import tuning
 from expstore.core.idempotency import NO_KEY
+from expstore.episodes import fragments
 from expstore.episodes.table import Segment
 from expstore.maintenance.verify import verify
 from expstore.storages.engine.row_appender import RowAppender
-from expstore.storages.format.journal import Journal, Kind, read_journal
+from expstore.storages.format.journal import HEADER, Journal, Kind, read_journal
 from expstore.storages.format.paths import JOURNAL
 from expstore.storages.format.records import Publish, RowRecord
 
@@ -37,9 +39,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found: list[bool] = []
     former = RowAppender.append
 
-    def noting(self: RowAppender, reward: float, status: int) -> bool:
-        found.append(former(self, reward, status))
-        return found[-1]
+    def noting(self: RowAppender, *given: Any, **named: Any) -> int:
+        first_id = former(self, *given, **named)
+        found.append(first_id > 0)
+        return first_id
 
     monkeypatch.setattr(RowAppender, "append", noting)
     return found
@@ -49,10 +52,27 @@ def test_a_record_is_what_publish_packs() -> None:
     record = RowRecord(6)
     record.fields[:] = b"fields"
     segment = Segment(7, 0, 3, 2, 0, 1, 1, 0.25, 1, 0)
-    payload = record.fill(column_set=4, draw=9, time=10, priority=2.5, first_id=11, segment=segment)
+    payload = record.fill(column_set=4, draw=9, time=10, priority=2.5, first_id=11, segments=[segment])
     assert payload == b"fields" + np.array([11, 7, 3, 10]).tobytes()
-    wanted = Publish(11, 1, 0, 9, 10, 0, 2.5, [segment], [], payload, column_set=4)
-    body = bytes(record._body)
+    check_record(record, Publish(11, 1, 0, 9, 10, 0, 2.5, [segment], [], payload, column_set=4))
+
+
+def test_a_record_of_several_rows_is_what_publish_packs() -> None:
+    record = RowRecord(2, 3)
+    segments = [Segment(7, 0, 3, 2, 0, 2, 1, 0.25, 1, 0), Segment(8, 0, 0, 2, 2, 1, 1, 0.5, 0, 1)]
+    for chosen in (segments, [segments[0]._replace(rows=3)]):
+        record.fields[:] = b"fields"
+        payload = record.fill(column_set=4, draw=9, time=10, priority=2.5, first_id=11, segments=chosen)
+        episodes, steps = ([7, 7, 8], [3, 4, 0]) if len(chosen) == 2 else ([7, 7, 7], [3, 4, 5])
+        numbers = np.array([[11, 12, 13], episodes, steps, [10, 10, 10]])
+        assert payload == b"fields" + numbers.tobytes()
+        check_record(record, Publish(11, 3, 0, 9, 10, 0, 2.5, chosen, [], payload, column_set=4))
+
+
+def check_record(record: RowRecord, wanted: Publish) -> None:
+    frame, size = record._frames[len(wanted.segments)]
+    body = bytes(frame[HEADER.size : HEADER.size + size])
+    assert not any(frame[HEADER.size + size :])
     assert Publish.unpack(body).checksum != 0
     wanted.checksum = Publish.unpack(body).checksum
     assert body == wanted.pack()
@@ -64,14 +84,14 @@ def test_most_rows_take_few_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with opened(tmp_path / "a.exp") as rb, rb.record("env-0") as episode:
         for number in range(20):
             step(episode, number, last=number % 5 == 4)
-    assert found == 4 * [False, True, True, True, True]  # the first row of an episode begins it
+    assert found == [False] + 19 * [True]  # the first row of the source
 
 
 def test_the_journal_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = []
     for name in ("few", "all"):
         if name == "all":
-            monkeypatch.setattr(RowAppender, "append", lambda *_: False)
+            monkeypatch.setattr(RowAppender, "append", lambda *_: 0)
         with opened(tmp_path / name) as rb:
             rb.storage.engine.background.stop()
             with rb.record("env-0") as episode:
@@ -121,6 +141,51 @@ CUTS: dict[str, tuple[Callable[[Any], tuple[Any, str]], bool, int]] = {
     "after the window": (lambda rb: (rb.storage.state, "commit"), True, 4),
     "before others see it": (lambda rb: (rb.storage.engine.shared, "publish"), False, 4),
 }
+
+
+def test_rows_of_add_are_whole_or_absent_wherever_they_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cut, (find, done, rows) in CUTS.items():
+        path = tmp_path / cut.replace(" ", "-")
+        with opened(path) as rb:
+            for number in range(3):
+                rb.add(row_of(number))
+            with monkeypatch.context() as patched:
+                owner, name = find(rb)
+                patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    rb.add(row_of(3))
+            for number in range(rows, 6):
+                rb.add(row_of(number))
+            assert rb[:]["action"].tolist() == [*range(6)], cut
+            assert rb.episodes().arrow()["length"].to_pylist() == [6], cut
+        assert verify(path) == [], cut
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_several_rows_are_whole_or_absent_wherever_they_are_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+) -> None:
+    """A flush in which an episode ends and another one begins."""
+    find, done, rows = CUTS[cut]
+    with opened(tmp_path / "a.exp") as rb:
+        episode = rb.record("env-0", flush_steps=3)
+        for number in range(5):
+            step(episode, number)
+        with monkeypatch.context() as patched:
+            owner, name = find(rb)
+            patched.setattr(owner, name, after(getattr(owner, name)) if done else interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                step(episode, 5)
+        step(episode, 6)
+        step(episode, 7, last=True)
+        step(episode, 8)
+        kept = 6 if rows == 4 else 3
+        assert rb[:]["action"].tolist() == [*range(kept), 6, 7, 8]
+        assert rb.episodes().arrow()["length"].to_pylist() == [kept + 2, 1]
+        episode.close()
+    assert verify(tmp_path / "a.exp") == []
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -247,3 +312,130 @@ def test_rows_of_extend_in_between(tmp_path: Path) -> None:
             step(episode, number)
         assert rb[:]["action"].tolist() == list(range(7))
         assert rb.episodes().arrow()["length"].to_pylist() == [7]
+
+
+# -- add() ----------------------------------------------------------------------------------------------
+
+
+def row_of(number: int, *, end: str = "") -> dict[str, Any]:
+    """Return a row whose next observation is the observation of the row with the next number."""
+    after = {"reward": np.float32(0.25 * number), "terminated": end == "terminated"}
+    after |= {"truncated": end == "truncated", "done": bool(end)}
+    after |= {"observation": OBSERVATION + number + 1}
+    return {"observation": OBSERVATION + number, "action": number, "next": after}
+
+
+def lives() -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yield rows and their sources: ends, restarts, interleaved sources, episodes that do not move."""
+    for number in range(12):
+        yield "a", row_of(number)
+    for number in range(40):
+        yield "ab"[number % 2], row_of(number // 2 + 12 * (number % 2 == 0))
+    for number in range(30):
+        yield None, row_of(number, end={9: "terminated", 19: "truncated"}.get(number, ""))
+    for start in (0, 100, 200, 0, 5):  # a collector that restarts without saying so
+        for number in range(12):
+            yield "c", row_of(start + number)
+    for _ in range(5):
+        yield "d", row_of(3)
+
+
+def add_rows(path: Path, rows: Iterable[tuple[str | None, dict[str, Any]]]) -> tuple[Any, ...]:
+    """Add rows; return the indices, the rows, the episodes, and what the next rows are compared with."""
+    with opened(path) as rb:
+        rb.storage.engine.background.stop()
+        indices = [rb.add(row, source=source) for source, row in rows]
+        joins = rb.storage.episodes.joins
+        memory = (joins.ends, joins.joined, joins.streams)
+        columns = ["episode_id", "length", "status", "return"]
+        episodes = rb.episodes().arrow().select(columns).to_pylist()
+        stored = rb.sample(50)
+        return indices, rb.storage.last, episodes, repr(memory), stored.to_dict()["action"].tolist()
+
+
+@pytest.mark.parametrize("kind", ["nested", "flat"])
+def test_rows_of_add_are_those_of_the_ordinary_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    rows = list(lives())
+    if kind == "flat":
+        rows = [(source, flat(row)) for source, row in rows]
+    found = taken(monkeypatch)
+    few = add_rows(tmp_path / "few", rows)
+    count = sum(found)
+    assert count > 0.8 * len(rows)
+    monkeypatch.setattr(RowAppender, "append", lambda *_, **__: 0)
+    assert few == add_rows(tmp_path / "all", rows)
+    assert verify(tmp_path / "few") == []
+
+
+def flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a buffer that has no group for the next step."""
+    after = dict(row["next"])
+    return {
+        "observation": row["observation"],
+        "next_observation": after.pop("observation"),
+        "action": 1,
+    } | after
+
+
+def test_a_row_that_needs_a_closer_look_takes_the_ordinary_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = taken(monkeypatch)
+    with opened(tmp_path / "a.exp") as rb:
+        for number in range(3):
+            rb.add(row_of(number))
+        assert found == [True, True]  # the first row of the store fixes the fields
+        rb.add(row_of(3) | {"action": torch.tensor(3)})
+        rb.add(row_of(4), idempotency_key="once")
+        rb.add(row_of(4), idempotency_key="once")
+        rb.add(row_of(5), episode_info={"level": 3})
+        assert len(found) == 2
+        with pytest.raises(expstore.SchemaError, match="action"):
+            rb.add(row_of(6) | {"action": 0.5})
+        with pytest.raises(expstore.SchemaError):
+            rb.add(row_of(6) | {"more": 1})
+        rb.add(row_of(6))
+        assert found[2:] == [True]
+        assert rb[:]["action"].tolist() == list(range(7))
+        assert rb.episodes().arrow()["length"].to_pylist() == [7]
+    with pytest.raises(expstore.StateError, match="closed"):
+        rb.add(row_of(7))
+
+
+def test_fragments_of_rows_that_have_left_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of irregular turns are a fragment each."""
+    monkeypatch.setattr(fragments, "_MANY_DEAD", 50)
+    found = taken(monkeypatch)
+    with opened(tmp_path / "a.exp") as rb:
+        rb.storage.episodes.fragments._bearable = 50
+        written = {"a": 0, "b": 0, "c": 0}
+        for source in np.random.default_rng(0).choice([*written], 2000).tolist():
+            rb.add(row_of(written[source]), source=source)
+            written[source] += 1
+        assert rb.storage.episodes.fragments.rows.shape[1] < 250  # twice the 100 rows that can be read
+    assert sum(found) > 1900
+
+
+def test_threads_add_rows_of_sources_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = taken(monkeypatch)
+    with opened(tmp_path / "a.exp") as rb:
+
+        def act(source: int) -> None:
+            for number in range(1000 * source, 1000 * source + 20):
+                rb.add(row_of(number), source=f"env-{source}")
+
+        threads = [threading.Thread(target=act, args=(source,)) for source in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows = rb[:]
+        assert (rows["next", "observation"] == rows["observation"] + 1).all()
+        assert (rows["observation"][:, 0] == rows["action"]).all()
+        assert sorted(rows["action"].tolist()) == [1000 * s + n for s in range(4) for n in range(20)]
+        assert rb.episodes().arrow()["length"].to_pylist() == [20] * 4
+    assert sum(found) >= 70

@@ -1,0 +1,128 @@
+"""Copy the values of single rows into columns that were allocated once, by code generated for the fields.
+
+Used by recorders and by `add`. It takes only values that need no conversion, and knows nothing of storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+
+from expstore.core.values import Array, Key
+
+__all__ = ["Cells", "compile_put", "nest"]
+
+#: Python's own types that fields of a kind hold as they are; integers may be too large.
+_OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cells:
+    """The places of one field's values.
+
+    Args:
+        rows: One value per row. Shape `(n, *shape)`.
+        numbers: Types of numbers that are stored as they are.
+        largest: Floats up to this size are rounded to the dtype; -1: no float is.
+    """
+
+    rows: Array
+    numbers: frozenset[type]
+    largest: float
+
+    @classmethod
+    def of(cls, rows: Array, *, takes_numbers: bool) -> Self:
+        """Return the cells over memory that others hold.
+
+        Args:
+            rows: Shape `(n, *shape)`.
+            takes_numbers: Whether a value may be a number instead of an array; `shape` is `()` then.
+        """
+        dtype, numbers, largest = rows.dtype, frozenset[type](), -1.0
+        if takes_numbers:
+            numbers = frozenset({dtype.type, *_OWN_TYPES.get(dtype.kind, ())})
+            if dtype.kind == "f":
+                largest = float(np.finfo(dtype).max)
+        return cls(rows, numbers, largest)
+
+    def view(self) -> Any:
+        """Return the same memory in the form in which values are stored fastest."""
+        kind, char = self.rows.dtype.kind, self.rows.dtype.char
+        if not self.numbers or kind not in "biuf" or char == "e":  # memory views have no float16
+            return self.rows
+        cells: Any = self.rows.view(np.uint8).data  # as bytes: NumPy shows no other views of unaligned memory
+        return cells.cast(char)
+
+
+#: What a value is made of: the cells of a field, or a dict by name.
+Part: TypeAlias = Cells | Mapping[str, "Part"]
+
+
+def nest(cells: Mapping[Key, Cells]) -> dict[str, Any]:
+    """Return the cells of fields as a nested dict, as rows have their values."""
+    root: dict[str, Any] = {}
+    for (*path, last), one in cells.items():
+        place = root
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = one
+    return root
+
+
+def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
+    """Return a function `put(row, *values)` that copies the values of a row, one for each part.
+
+    It returns whether it did: otherwise a value has another type, dtype or shape, or is a number that the
+    dtype does not hold, or a dict has other names; some cells of the row may be overwritten then.
+
+    Example:
+        >>> rows = np.zeros((2, 3), np.float32)
+        >>> put = compile_put([{"observation": Cells.of(rows, takes_numbers=False)}])
+        >>> put(1, {"observation": np.ones(3, np.float32)}), put(0, {"observation": [1.0, 1.0, 1.0]})
+        (True, False)
+        >>> rows.tolist()
+        [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    """
+    arguments = [f"value{number}" for number in range(len(parts))]
+    scope: dict[str, Any] = {"ndarray": np.ndarray}
+    lines: list[str] = []
+    for name, part in zip(arguments, parts, strict=True):
+        _add_lines(name, part, lines, scope)
+    body = "\n".join(f"        {line}" for line in lines)
+    source = (
+        f"def put(row, {', '.join(arguments)}):\n    try:\n{body}\n"
+        "    except (KeyError, IndexError, TypeError, ValueError, OverflowError):\n        return False\n"
+        "    return True\n"
+    )
+    exec(source, scope)
+    put: Callable[..., bool] = scope["put"]
+    return put
+
+
+def _add_lines(value: str, part: Part, lines: list[str], scope: dict[str, Any]) -> None:
+    """Write the code that copies a value, which has this name in the code."""
+    if isinstance(part, Mapping):
+        lines.append(f"if len({value}) != {len(part)}: return False")
+        for number, (name, inner) in enumerate(part.items()):
+            lines.append(f"{value}_{number} = {value}[{name!r}]")
+            _add_lines(f"{value}_{number}", inner, lines, scope)
+        return
+    scope |= {
+        f"rows_{value}": part.view(),
+        f"dtype_{value}": part.rows.dtype,
+        f"shape_{value}": part.rows.shape[1:],
+        f"numbers_{value}": part.numbers,
+    }
+    wrong = [f"kind not in numbers_{value}"]
+    if part.largest >= 0:
+        wrong.append(f"(kind is not float or not {-part.largest!r} <= {value} <= {part.largest!r})")
+    lines += [
+        f"kind = type({value})",
+        "if kind is ndarray:",
+        f"    if {value}.dtype is not dtype_{value} or {value}.shape != shape_{value}: return False",
+        f"elif {' and '.join(wrong)}: return False",
+        f"rows_{value}[row] = {value}",
+    ]
