@@ -54,7 +54,7 @@ format: .venv  ## write the format, and the fixes that are safe
 bench: .venv/.bench  ## compare with TorchRL and others, 40 minutes; RESUME=1 goes on with a run that was cut
 	$(BIN)/python -m benchmarks $(if $(RESUME),--resume)
 
-bench-embed: .venv  ## put the figures of the last whole run into README and benchmarks/results
+bench-embed: .venv  ## put the figures of the last whole run into the documents and benchmarks/results
 	$(BIN)/python -m benchmarks embed
 
 bench-check: .venv  ## hold the ratios of the last whole run against those in benchmarks/results

@@ -2,8 +2,8 @@
 
 `python -m benchmarks` runs everything, part by part, each in a process of its own and for no longer than it
 may; a part that fails is told and does not stop the others. `--resume` goes on with the newest run that was
-cut off. `embed` puts the newest whole run into `benchmarks/results` and README; `check` holds its ratios
-against those that lie there.
+cut off. `embed` puts the newest whole run into `benchmarks/results` and the documents; `check` compares its
+ratios with those that are there.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "out"
 RESULTS = ROOT / "benchmarks" / "results"
-README = ROOT / "README.md"
 
 from benchmarks.plots import draw  # noqa: E402
 from benchmarks.runs import Run, broken, load  # noqa: E402
 from benchmarks.suite import PARTS, Outcome, Part, fork_part, start_part  # noqa: E402
-from benchmarks.tables import embed, whole_table  # noqa: E402
+from benchmarks.tables import DOCUMENTS, embed, whole_table  # noqa: E402
 
 
 def chosen(only: str) -> list[Part]:
@@ -157,20 +156,21 @@ def newest(wanted: argparse.Namespace) -> Run:
 
 
 def put(wanted: argparse.Namespace) -> int:
-    """Put a run into `benchmarks/results` and README."""
+    """Put a run into `benchmarks/results` and the documents."""
     run = newest(wanted)
     told = load(run.file)
     if told["effort"] == "smoke":
-        raise SystemExit("figures of a smoke run mean nothing: they are not put into README")
+        raise SystemExit("figures of a smoke run mean nothing: they are not put into documents")
     files = ("run.json", "table.md", "ratios.png", "growth.png")
     if missing := [name for name in files if not (run.folder / name).exists()]:
         raise SystemExit(f"{run.folder} has no {', '.join(missing)}: matplotlib was not installed")
-    text = embed(README.read_text(), told)
+    texts = {name: embed(name, (ROOT / name).read_text(), told) for name in DOCUMENTS}
     RESULTS.mkdir(exist_ok=True)
     for name in files:
         shutil.copyfile(run.folder / name, RESULTS / name)
-    README.write_text(text)
-    print(f"README.md and benchmarks/results are those of {run.folder}")
+    for name, text in texts.items():
+        (ROOT / name).write_text(text)
+    print(f"{', '.join(texts)} and benchmarks/results are those of {run.folder}")
     return 0
 
 

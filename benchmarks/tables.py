@@ -1,6 +1,6 @@
-"""A run as Markdown: the whole table, and the blocks of README, which hold nothing else.
+"""A run as Markdown: the whole table, and the blocks of documents, which hold nothing else.
 
-Used by `__main__.py` and by the test that holds README against the results that lie beside it. It measures
+Used by `__main__.py` and by the test that compares the documents with the stored results. It measures
 nothing, and knows every figure by part and name.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.runs import ratio
 
-__all__ = ["BLOCKS", "HEADLINES", "embed", "whole_table"]
+__all__ = ["DOCUMENTS", "HEADLINES", "embed", "whole_table"]
 
-#: What README tells of comparisons with TorchRL: text, part, name.
+#: Comparisons with TorchRL in the documents: text, part, name.
 HEADLINES = (
     ("sample 256 rows", "core", "locomotion/sample"),
     ("sample 256 rows by priority and set theirs", "prioritized", "prioritized/sample+update"),
@@ -31,6 +31,15 @@ HEADLINES = (
     ("trajectories by their return: SQL, `rb.query` there", "trajectories", "trajectories/return-sql"),
     ("the same: `rb.query` here and there", "trajectories", "trajectories/return-query"),
     ("trajectories by a row's reward: SQL, `rb.query` there", "trajectories", "trajectories/reward-sql"),
+)
+#: Those in README.
+SUMMARY = (
+    "locomotion/sample",
+    "prioritized/sample+update",
+    "slices/beside-memmap",
+    "locomotion/add-full",
+    "locomotion/extend-full",
+    "trajectories/return-sql",
 )
 NAMES = {
     "expstore-default": "expstore (disk; images packed)",
@@ -93,7 +102,22 @@ def times(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}x" if value >= 10 else f"{value:.1f}x"
 
 
-# -- blocks of README ---------------------------------------------------------------------------------
+# -- blocks of documents ------------------------------------------------------------------------------
+
+
+def summary(told: Told) -> Iterator[str]:
+    """Compare with TorchRL in six rows."""
+    yield "| median per call | expstore | TorchRL | ratio |"
+    yield "|---|---|---|---|"
+    for text, part, name in HEADLINES:
+        if name in SUMMARY:
+            row = told.row(part, name)
+            theirs = row and row["data"].get("torchrl")
+            if not row or not theirs:
+                yield f"| {text} | not measured | | |"
+                continue
+            mine = duration(row["data"]["expstore"]["median"])
+            yield f"| {text} | {mine} | {duration(theirs['median'])} | {times(ratio(row))} |"
 
 
 def table(told: Told) -> Iterator[str]:
@@ -112,8 +136,8 @@ def table(told: Told) -> Iterator[str]:
         yield f"| {text} | {mine} | {spread(theirs)} | {times(ratio(row))} | {single} |"
     yield from _promises(told)
     yield ""
-    yield "![how many times as fast as TorchRL](benchmarks/results/ratios.png)"
-    yield "![calls while a store grows](benchmarks/results/growth.png)"
+    yield "![how many times as fast as TorchRL](../benchmarks/results/ratios.png)"
+    yield "![calls while a store grows](../benchmarks/results/growth.png)"
     yield ""
     yield from _about(told)
 
@@ -237,29 +261,30 @@ def remote(told: Told) -> Iterator[str]:
     )
 
 
-BLOCKS: dict[str, Callable[[Told], Iterator[str]]] = {
-    "table": table,
-    "peers": peers,
-    "images": images,
-    "remote": remote,
+#: Where each block stands: document, name, what makes it.
+DOCUMENTS: dict[str, dict[str, Callable[[Told], Iterator[str]]]] = {
+    "README.md": {"summary": summary},
+    "docs/benchmarks.md": {"table": table, "peers": peers},
+    "docs/images.md": {"images": images},
+    "docs/server.md": {"remote": remote},
 }
 
 
-def embed(readme: str, run: dict[str, Any]) -> str:
-    """Return README with its blocks as they follow from a run.
+def embed(document: str, text: str, run: dict[str, Any]) -> str:
+    """Return the text of a document with its blocks as they follow from a run.
 
     Raises:
         ValueError: a block has no markers there.
     """
     told = Told(run)
-    for name, make in BLOCKS.items():
+    for name, make in DOCUMENTS[document].items():
         begin, end = f"<!-- benchmarks: {name} -->\n", f"<!-- end of benchmarks: {name} -->"
         pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-        text = begin + "\n".join(make(told)) + f"\n{end}"
-        readme, count = pattern.subn(lambda _, text=text: text, readme)
+        block = begin + "\n".join(make(told)) + f"\n{end}"
+        text, count = pattern.subn(lambda _, block=block: block, text)
         if count != 1:
-            raise ValueError(f"README has {count} blocks between the markers of {name}, one is needed")
-    return readme
+            raise ValueError(f"{document} has {count} blocks between the markers of {name}, one is needed")
+    return text
 
 
 # -- everything ---------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import expstore
@@ -19,17 +20,28 @@ from tests.support.servers import serving
 pytestmark = pytest.mark.index
 
 README = (ROOT / "README.md").read_text()
-#: Where the README's server listens.
+#: Where the server of docs/server.md listens.
 SERVER = "http://trainer:8420"
+#: Pages whose blocks use `batch` and the store of the README's first block.
+PAGES = (
+    "columns", "collecting", "durability", "episodes", "exchange", "images", "readers", "retention",
+    "sampling", "server", "sql", "torchrl", "variable_length", "versions",
+)  # fmt: skip
+#: Pages with tests of their own, and pages without blocks.
+OTHERS = ("README", "benchmarks", "datasets", "disk", "errors", "numpy", "storages")
 
 
-def blocks(kind: str) -> list[str]:
-    """Return the README's blocks of a language."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def read_page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text()
 
 
-def execute(block: str, names: dict[str, object]) -> None:
-    exec(compile(block, "README.md", "exec"), names)
+def blocks(text: str, kind: str) -> list[str]:
+    """Return the blocks of a language in a document."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def execute(block: str, names: dict[str, object], page: str = "README.md") -> None:
+    exec(compile(block, page, "exec"), names)
 
 
 def test_the_readme_runs(
@@ -37,25 +49,55 @@ def test_the_readme_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    here = [block for block in blocks("python") if SERVER not in block]
-    assert len(here) >= 4
-    for block in here:
+    first, *others = blocks(README, "python")
+    execute(first, names)
+    (expected,) = blocks(README, "text")
+    assert capsys.readouterr().out == expected
+    for block in others:
         execute(block, names)
+    assert capsys.readouterr().out == "(32, 4)\n"
+
+
+def test_its_first_block_fits_on_a_screen() -> None:
+    assert len(blocks(README, "python")[0].splitlines()) <= 30
+
+
+def test_every_page_is_tested_and_listed() -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    assert pages - {"errors"} == {*PAGES, *OTHERS} - {"errors"}
+    listed = read_page("README")
+    assert [name for name in sorted(pages - {"README"}) if f"({name}.md)" not in listed] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_blocks_of_a_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after another, as a reader would paste them; what a comment says of the output is printed."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    execute(blocks(README, "python")[0], names)
+    capsys.readouterr()
+    page = read_page(name)
+    here = [block for block in blocks(page, "python") if SERVER not in block]
+    for block in here:
+        execute(block, names, f"docs/{name}.md")
     printed = capsys.readouterr().out
-    assert "torch.Size([8, 4])" in printed
-    assert "terminated" in printed
+    for size in re.findall(r"# (torch\.Size\(\[[\d, ]+\]\))$", "\n".join(here), re.MULTILINE):
+        assert size in printed
 
 
-def test_its_server_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The block for other machines, with the server that the README's own command starts."""
-    (command,) = [block for block in blocks("sh") if block.startswith("expstore serve ")]
-    (remote,) = [block for block in blocks("python") if SERVER in block]
+def test_the_server_of_its_page_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block for other machines, with the server that the page's own command starts."""
+    page = read_page("server")
+    (command,) = blocks(page, "sh")
+    (remote,) = [block for block in blocks(page, "python") if SERVER in block]
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     for name in ("token", "readers"):
         Path(name).write_text(f"{name}-that-nobody-guesses\n")
     names: dict[str, object] = {}
-    execute(blocks("python")[0], names)
+    execute(blocks(README, "python")[0], names)
     expstore.open("runs/demo.exp", mode="x").close()
     with serving(*shlex.split(command, comments=True)[2:]) as (_, facts):
         execute(remote.replace(SERVER, facts["listening"]), names)
@@ -63,16 +105,37 @@ def test_its_server_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert len(rb) == 1000
 
 
-def test_its_first_block_fits_on_a_screen() -> None:
-    assert len(blocks("python")[0].splitlines()) <= 30
-
-
-def test_its_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+@pytest.mark.parametrize("name", ["exchange", "sql"])
+def test_the_commands_of_a_page_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks("sh") for line in block.splitlines() if "expstore serve" not in line]
+    lines = [line for block in blocks(read_page(name), "sh") for line in block.splitlines()]
     assert len(lines) >= 3
     for line in lines:
         assert cli(*shlex.split(line)[1:]).code == 0, line
+
+
+def test_the_columns_of_every_relation_are_described(tmp_path: Path) -> None:
+    told: dict[str, list[tuple[str, str]]] = {}
+    for section in re.split(r"^### ", read_page("sql"), flags=re.MULTILINE)[1:]:
+        name = section.splitlines()[0]
+        told[name] = re.findall(r"^\| `(\w+)` \| (\w+) \|", section, re.MULTILINE)
+    rows = {"a": np.arange(9), "next": {"reward": np.ones(9), "done": np.arange(9) == 8}}
+    sampler = expstore.ConsumingSampler(2)
+    with expstore.open(
+        tmp_path / "a.exp", capacity=10, archive=tmp_path / "b.exp", sampler=sampler, batch_size=2
+    ) as rb:
+        rb.extend(rows)
+        rb.sample()
+        found = {
+            name: [(column, kind) for column, kind, *_ in rb.sql(f"DESCRIBE {name}").fetchall()]
+            for name in told
+        }
+        own = ("a", "next")
+        known = {name: [one for one in columns if one[0] not in own] for name, columns in found.items()}
+        known["history"] = [one for one in known["history"] if one[0] == "_archived"]
+        assert known == told
 
 
 # -- names in documents ------------------------------------------------------------------------------
@@ -89,8 +152,8 @@ FOLDERS = [path.name for root in ROOTS for path in root.iterdir() if (path / "__
 FILE = re.compile(r"(?<![\w/.])((?:[\w.-]+/)+\w+\.py|\w+\.py(?=::))(?:::(\w+(?:\.\w+)*))?")
 PATH = re.compile(rf"`((?:examples|migrations|docs|{'|'.join(FOLDERS)})/[\w/.-]*)`")
 DOTTED = re.compile(r"(?<![\w/.@-])((?:expstore|tests|benchmarks)(?:\.[A-Za-z_]\w*)+)(?![\w/-])")
-#: Files in a store.
-NOT_DOTTED = {"expstore.json"}
+#: Files in a store, and pages.
+NOT_DOTTED = {"expstore.json", "benchmarks.md"}
 
 
 def dead_names(text: str, folder: Path) -> list[str]:
