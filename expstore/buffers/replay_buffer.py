@@ -910,10 +910,39 @@ class ReplayBuffer:
     # -- facts -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about the buffer that JSON can keep.
+        """Return facts about the buffer, as values that JSON can keep.
 
-        `uuid` identifies a store on disk: it never changes, and versions of the store have the same one. Save
-        it with the weights of a model to check later that both belong together.
+        Returns:
+            storage: The kind of storage: "zarr", "arrow" or "memory".
+            uuid: Identifies a store on disk; it never changes, and versions have the same one. Save it with
+                the weights of a model to check later that both belong together. None: in RAM.
+            size: How many rows can be read.
+            capacity: How many at most; None: the store grows.
+            utilization: size / capacity; only with a capacity.
+            spare: Slots beyond the capacity.
+            write_count: How many rows were written in all.
+            last_id: The id of the newest row.
+            draws: How many batches were drawn.
+            extends, redraws, waits, wait_seconds, syncs: Of this opening: batches written; draws repeated
+                because rows were overwritten; how often and for how long writers waited; syncs.
+            write_keys: How many idempotency keys are known; None: a reader does not know.
+            prefetch_queue_size: How many batches are made ahead.
+            rate_limiter: Its counts; None: there is no limiter.
+            batch_size: Rows per batch, unless `sample` is told otherwise.
+            initialized: Always true, as TorchRL's name for it.
+
+            On disk also
+            path: The folder.
+            generation: How often the store was opened for writing.
+            recovered: What this opening recovered after a crash; None: nothing.
+            durability: "sync" or "process". Only while writing, as are the following ones.
+            unsynced_rows: How many rows a power cut would take.
+            fsyncs, last_sync_seconds, last_sync_age: How many fsyncs there were, how long the last sync
+                took, and how long ago it was, in seconds.
+            free_bytes: Free space of the file system.
+            poisoned: The failure of the disk after which nothing can be written; None: there was none.
+            packed: By which factor each packed field is smaller than its rows.
+            live, damaged: Of a reader: whether a writer has the store open, and which files are damaged.
         """
         storage = self._store.current()
         mine: dict[str, Any] = {"batch_size": self._batch_size, "initialized": self.initialized}

@@ -106,7 +106,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         items = [_cell(item) for item in value[:LIST_ITEMS]]
         text = ", ".join([*items, f"... {len(value)}"] if len(value) > LIST_ITEMS else items)
-        return f"[{text}]"
+        return _elide(f"[{text}]")
     if isinstance(value, dict):
         return _elide("{" + ", ".join(f"{name}: {_cell(item)}" for name, item in value.items()) + "}")
     return "NULL" if value is None else _elide(" ".join(str(value).split("\n")))

@@ -193,6 +193,15 @@ class ReadView(ABC):
     def __len__(self) -> int:
         return self._state.window.rows
 
+    def __repr__(self) -> str:
+        """Say kind, path, rows and capacity."""
+        path = getattr(self, "path", None)
+        parts = [] if path is None else [repr(str(path))]
+        parts.append("closed" if self._closed else f"{len(self)} rows")
+        if self.capacity is not None:
+            parts.append(f"capacity {self.capacity}")
+        return f"{type(self).__name__}({', '.join(parts)})"
+
     @property
     def given_up(self) -> int:
         """The newest id that was given up for other reasons than age."""

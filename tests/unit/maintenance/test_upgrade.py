@@ -29,6 +29,11 @@ MakeBatch = Callable[..., TensorDict]
 QUERY = 'SELECT episode_id, source, length, "return", live_rows FROM episodes ORDER BY 1'
 
 
+#: How many steps this version knows, and the next one.
+STEPS = len(list(migrate.folder().glob("*.sql")))
+NEXT = f"{STEPS + 1:04}_notes"
+
+
 @pytest.fixture
 def store(store_path: Path, make_batch: MakeBatch) -> Path:
     with expstore.open(store_path, capacity=100) as rb:
@@ -42,9 +47,13 @@ def newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A library that knows one more step."""
     steps = tmp_path / "steps"
     shutil.copytree(migrate.folder(), steps)
-    (steps / "0002_notes.sql").write_text("CREATE TABLE notes (text VARCHAR);")
+    (steps / f"{NEXT}.sql").write_text("CREATE TABLE notes (text VARCHAR);")
     monkeypatch.setattr(migrate, "folder", lambda: steps)
     return steps
+
+
+def applied(steps: int) -> list[tuple[int]]:
+    return [(number + 1,) for number in range(steps)]
 
 
 def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> None:
@@ -52,7 +61,7 @@ def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> 
     code, out, err = cli("migrate", store)
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        f"{store}: format 1, index at step 1; this version knows format {FORMAT} and 1 steps",
+        f"{store}: format 1, index at step {STEPS}; this version knows format {FORMAT} and {STEPS} steps",
         "nothing to do",
     ]
     assert read_files(store) == before
@@ -60,7 +69,7 @@ def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> 
 
 def test_without_an_index_there_is_nothing_to_do(store: Path) -> None:
     (store / "index.duckdb").unlink()
-    assert upgrade(store) == Upgrade(1, FORMAT, None, 1)
+    assert upgrade(store) == Upgrade(1, FORMAT, None, STEPS)
 
 
 def test_a_dry_run_says_what_would_be_done(store: Path, newer: Path, cli: Cli) -> None:
@@ -68,7 +77,7 @@ def test_a_dry_run_says_what_would_be_done(store: Path, newer: Path, cli: Cli) -
     code, out, _ = cli("migrate", store, "--dry-run")
     assert code == 0
     assert out.splitlines()[1:] == [
-        "would be: index.duckdb: built anew with 0002_notes; the old one is kept as index.duckdb.old-1"
+        f"would be: index.duckdb: built anew with {NEXT}; the old one is kept as index.duckdb.old-1"
     ]
     assert read_files(store) == before
     code, out, _ = cli("migrate", store, "--dry-run", "--json")
@@ -82,13 +91,15 @@ def test_the_old_index_is_kept(store: Path, newer: Path, cli: Cli) -> None:
     code, out, _ = cli("migrate", store, "--json")
     assert code == 0
     said = json.loads(out)
-    assert (said["index_found"], said["index_known"], len(said["acts"])) == (1, 2, 1)
+    assert (said["index_found"], said["index_known"], len(said["acts"])) == (STEPS, STEPS + 1, 1)
     assert (store / "index.duckdb.old-1").read_bytes() == b"of another time"
     assert (store / "index.duckdb.old-2").read_bytes() == old
     with duckdb.connect(str(store / "index.duckdb"), read_only=True) as con:
-        assert con.execute("SELECT version FROM schema_migrations ORDER BY 1").fetchall() == [(1,), (2,)]
+        assert con.execute("SELECT version FROM schema_migrations ORDER BY 1").fetchall() == applied(
+            STEPS + 1
+        )
     with duckdb.connect(str(store / "index.duckdb.old-2"), read_only=True) as con:
-        assert con.execute("SELECT version FROM schema_migrations").fetchall() == [(1,)]
+        assert con.execute("SELECT version FROM schema_migrations ORDER BY 1").fetchall() == applied(STEPS)
         before = con.execute("SELECT count(*) FROM episodes").fetchall()
     with expstore.open(store) as rb:
         found = rb.sql(QUERY).fetchall()
@@ -112,7 +123,7 @@ def test_a_failure_puts_the_old_index_back(store: Path, newer: Path, monkeypatch
 
 def test_newer_ones_are_refused(store: Path, newer: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(store)
-    (newer / "0002_notes.sql").unlink()
+    (newer / f"{NEXT}.sql").unlink()
     with pytest.raises(MigrationError, match="newer version of expstore"):
         upgrade(store)
     kept = Manifest.load(Disk(), store)

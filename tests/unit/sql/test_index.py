@@ -227,15 +227,15 @@ def test_episodes_say_what_they_were_given(index: Index) -> None:
     index.commit(FIRST)
     found = index.query("SELECT * FROM episodes ORDER BY episode_id", None, NOTHING)
     assert found.columns == [
-        *("episode_id", "source", "trajectory_id", "start_time", "end_time"),
-        *("length", "return", "status", "live_rows", "info"),
+        *("episode_id", "source", "length", "return", "status"),
+        *("start_time", "end_time", "trajectory_id", "live_rows", "info"),
     ]
     start = datetime(1970, 1, 1)
-    first = (1, "arm", 7, start.replace(second=1), start.replace(second=1, microsecond=10), 10, 2.5)
-    second = (2, "1.0", None, start.replace(second=2), None, 4, 0.0)
+    first = start.replace(second=1), start.replace(second=1, microsecond=10)
+    second = start.replace(second=2), None
     assert found.fetchall() == [
-        (*first, "terminated", 10, '{"seed": 3}'),
-        (*second, "open", 4, None),
+        (1, "arm", 10, 2.5, "terminated", *first, 7, 10, '{"seed": 3}'),
+        (2, "1.0", 4, 0.0, "open", *second, None, 4, None),
     ]
     assert rows(index, "SELECT info.seed::INT + 1 FROM episodes WHERE source = 'arm'") == [(4,)]
     assert rows(index, "FROM commits") == [(1, 4, 0, 14, start.replace(second=4))]
@@ -1112,8 +1112,8 @@ def test_a_file_of_a_newer_duckdb_is_not_touched(made: Path) -> None:
 
 def test_a_file_of_a_newer_expstore_is_not_touched(made: Path) -> None:
     with duckdb.connect(str(made)) as con:
-        con.execute("INSERT INTO schema_migrations VALUES (2, 'later', 'c', make_timestamp(0))")
-    with pytest.raises(MigrationError, match=r"0002_later.*0001_initial"):
+        con.execute("INSERT INTO schema_migrations VALUES (3, 'later', 'c', make_timestamp(0))")
+    with pytest.raises(MigrationError, match=r"0003_later.*0002_episode_columns"):
         Index.open(made, disk=Disk(), store_uuid=UUID)
     assert [file.name for file in made.parent.iterdir()] == [made.name]
 

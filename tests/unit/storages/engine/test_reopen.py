@@ -128,7 +128,7 @@ def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, as
             assert told["batches"] == [drawn(rb, number) for number in (5, 6, 7)]
             told["ids"] = rb.extend(batch(4, 80), source="arm", return_ids=True).tolist()
             told["more"] = rb.extend(batch(4, 84), return_ids=True).tolist()
-            told["after"] = [row[:4] + row[5:] for row in rb.sql("FROM episodes ORDER BY 1").fetchall()][:-2]
+            told["after"] = [row[:6] + row[7:] for row in rb.sql("FROM episodes ORDER BY 1").fetchall()][:-2]
             told["steps"] = rb.sql(
                 "SELECT _id, _episode, _step FROM transitions WHERE _id > 77 ORDER BY 1"
             ).fetchall()
@@ -138,7 +138,7 @@ def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, as
     assert told["ids"] == [78, 79, 80, 81]
     assert told["more"] == [82, 83, 84, 85]
     # What the writer saw, but that its session is over and its open episodes are cut.
-    statuses = {row[0]: (row[1], row[5], row[7], row[8]) for row in told["episodes"]}
+    statuses = {row[0]: (row[1], row[2], row[4], row[8]) for row in told["episodes"]}
     assert "open" not in [status for _, _, status, _ in statuses.values()]
     assert all(ended for *_, ended in told["sources"])
     assert statuses[1] == ("arm", 4, "terminated", 0)
@@ -148,10 +148,10 @@ def test_nothing_changes_when_the_index_is_deleted(tmp_path: Path, stop: str, as
     if before is not None:
 
         def as_cut(row: tuple[Any, ...]) -> tuple[Any, ...]:
-            return row if row[7] != "open" else (*row[:4], None, *row[5:7], "cut", *row[8:])
+            return row if row[4] != "open" else (*row[:4], "cut", row[5], None, *row[7:])
 
         def blind(row: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (*row[:4], None, *row[5:]) if row[7] == "cut" else row
+            return (*row[:6], None, *row[7:]) if row[4] == "cut" else row
 
         assert [blind(as_cut(row)) for row in before["episodes"]] == [blind(row) for row in told["episodes"]]
         for name in ("transitions", "priorities"):
