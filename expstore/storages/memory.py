@@ -65,7 +65,7 @@ class MemoryStorage(PortableStorage):
         super().__init__(capacity, ndim=ndim, seed=seed, flatten=flatten)
         self._columns: list[Array | Cells] = []
         self._recycled: defaultdict[int, Recycled] = defaultdict(Recycled)
-        self._prefetcher = RowPrefetcher(self._narrow_columns)
+        self._prefetcher = RowPrefetcher()
         self._reshaping = Reshaping(self.locks.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,7 +242,7 @@ class MemoryStorage(PortableStorage):
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
         """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
-        self._prefetcher.ask(slots, wanted)
+        self._prefetcher.ask(slots, wanted, self._narrow_columns)
         return [self._taken(place, slots) for place in wanted]
 
     def _narrow_columns(self, places: Sequence[int]) -> list[Array]:

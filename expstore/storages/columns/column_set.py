@@ -105,7 +105,7 @@ class ColumnSet:
         #: The packed columns that keep rows in others.
         self.pairs = pair_columns(packed)
         self._together: list[ReadTogether] = [*self.pairs, *variable]
-        self._prefetcher = RowPrefetcher(self._narrow_views)
+        self._prefetcher = RowPrefetcher()
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
         """Copy rows of columns out as they are kept; what has rows of two of them is read once.
@@ -120,7 +120,7 @@ class ColumnSet:
         Raises:
             CorruptionError: They lie in a damaged file.
         """
-        self._prefetcher.ask(slots, places)
+        self._prefetcher.ask(slots, places, self._narrow_views)
         if not self._together:
             return [self.columns[place].take(slots) for place in places]
         taken: dict[int, Any] = {}

@@ -29,25 +29,24 @@ _BATCHES = 64
 class RowPrefetcher:
     """Ask the processor for rows that are about to be copied.
 
-    It changes no result. Threads: any number may use it.
-
-    Args:
-        views: Returns those of some columns, given by place, whose rows are narrow. C-contiguous, shapes
-            `(slots, *row shape)`.
+    It changes no result, and holds no column. Threads: any number may use it.
     """
 
-    def __init__(self, views: Callable[[Sequence[int]], Sequence[Array]]) -> None:
-        self._views = views
+    def __init__(self) -> None:
         self._loop: Any = None
         self._batches = 0
         self._known: _Addresses | None = None
 
-    def ask(self, slots: IntArray, places: Sequence[int]) -> None:
+    def ask(
+        self, slots: IntArray, places: Sequence[int], views: Callable[[Sequence[int]], Sequence[Array]]
+    ) -> None:
         """Ask for rows of some columns.
 
         Args:
             slots: Which rows. Shape `(n,)`.
             places: Of the columns.
+            views: Returns those of the columns at some places whose rows are narrow. C-contiguous, shapes
+                `(slots, *row shape)`.
         """
         loop, known = self._loop, self._known
         self._batches += 1
@@ -56,7 +55,7 @@ class RowPrefetcher:
                 if self._batches == _BATCHES:
                     load_in_background(self._load)
                 return
-            known = self._known = _Addresses.of(places, self._views(places))
+            known = self._known = _Addresses.of(places, views(places))
         if _FEW_ROWS <= slots.size <= known.most_rows and slots.flags.carray:
             loop(known.starts, known.sizes, slots)
 

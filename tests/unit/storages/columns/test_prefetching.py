@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +24,21 @@ class Asked:
         self.calls.append((starts.tolist(), sizes.tolist(), slots.size))
 
 
-def loaded(views: object) -> tuple[RowPrefetcher, Asked]:
-    found, asked = RowPrefetcher(views), Asked()
+def loaded() -> tuple[RowPrefetcher, Asked]:
+    found, asked = RowPrefetcher(), Asked()
     found._loop = asked
     return found, asked
 
 
 def test_asks_for_the_rows_of_the_columns_wanted() -> None:
     columns = [np.zeros((100, 3), np.float32), np.zeros(100, np.int64), np.zeros((100, 1), np.bool_)]
-    prefetcher, asked = loaded(lambda places: [columns[place] for place in places])
-    prefetcher.ask(np.arange(32), range(3))
-    prefetcher.ask(np.arange(20), [1])
+    prefetcher, asked = loaded()
+
+    def views(places: Sequence[int]) -> list[np.ndarray]:
+        return [columns[place] for place in places]
+
+    prefetcher.ask(np.arange(32), range(3), views)
+    prefetcher.ask(np.arange(20), [1], views)
     assert asked.calls == [
         ([column.ctypes.data for column in columns], [12, 8, 1], 32),
         ([columns[1].ctypes.data], [8], 20),
@@ -43,24 +48,24 @@ def test_asks_for_the_rows_of_the_columns_wanted() -> None:
 @pytest.mark.parametrize("slots", [np.arange(15), np.arange(100_000), np.arange(64)[::2]])
 def test_does_not_ask_where_it_would_not_help(slots: np.ndarray) -> None:
     column = np.zeros((100_000, 3), np.float32)
-    prefetcher, asked = loaded(lambda places: [column])
-    prefetcher.ask(slots, range(1))
+    prefetcher, asked = loaded()
+    prefetcher.ask(slots, range(1), lambda places: [column])
     assert asked.calls == []
 
 
 def test_asks_for_nothing_where_no_column_is_narrow() -> None:
-    prefetcher, asked = loaded(lambda places: [])
-    prefetcher.ask(np.arange(32), range(1))
+    prefetcher, asked = loaded()
+    prefetcher.ask(np.arange(32), range(1), lambda places: [])
     assert asked.calls == []
 
 
 def test_looks_for_columns_anew_now_and_then() -> None:
     columns = [np.zeros(100)]
-    prefetcher, asked = loaded(lambda places: columns)
-    prefetcher.ask(np.arange(32), range(1))
+    prefetcher, asked = loaded()
+    prefetcher.ask(np.arange(32), range(1), lambda places: columns)
     moved = columns[0] = np.zeros(200)
     for _ in range(prefetching._BATCHES):
-        prefetcher.ask(np.arange(32), range(1))
+        prefetcher.ask(np.arange(32), range(1), lambda places: columns)
     assert asked.calls[-1][0] == [moved.ctypes.data]
 
 
@@ -72,11 +77,11 @@ def test_the_loop_is_loaded_after_some_batches(monkeypatch: pytest.MonkeyPatch) 
     loads: list[object] = []
     monkeypatch.setattr(prefetching, "load_in_background", loads.append)
     column = np.zeros((100, 3), np.float32)
-    prefetcher = RowPrefetcher(lambda places: [column])
+    prefetcher = RowPrefetcher()
     for _ in range(prefetching._BATCHES - 1):
-        prefetcher.ask(np.arange(32), range(1))
+        prefetcher.ask(np.arange(32), range(1), lambda places: [column])
     assert not loads
-    prefetcher.ask(np.arange(32), range(1))
+    prefetcher.ask(np.arange(32), range(1), lambda places: [column])
     assert len(loads) == 1
     loads[0]()
     assert prefetcher._loop is prefetch_rows
@@ -93,3 +98,18 @@ def test_samples_are_the_same_with_and_without(tmp_path: Path) -> None:
             rb.storage._state.columns._prefetcher._loop = loop
             batches.append([rb.sample(as_numpy=True)["a"] for _ in range(5)])
     np.testing.assert_array_equal(batches[0], batches[1])
+
+
+def test_it_keeps_no_storage_alive() -> None:
+    """A forgotten store closes at once, without the garbage collector."""
+    import weakref
+
+    from expstore import MemoryStorage, TensorDictReplayBuffer
+
+    rb = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=32)
+    rb.extend({"a": np.arange(100)})
+    for _ in range(prefetching._BATCHES + 1):
+        rb.sample()
+    held = weakref.ref(rb.storage)
+    del rb
+    assert held() is None
