@@ -90,8 +90,7 @@ class RemoteReplayBuffer(LocalOnly):
         prefetch: int = 8,
         priority_key: str = "td_error",
     ) -> None:
-        if batch_size is not None:
-            check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
             raise RemoteError(
                 f"a {type(sampler).__name__} does not go over a connection", kind="local_only",
@@ -613,8 +612,7 @@ class RemoteReplayBuffer(LocalOnly):
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
-        check_batch_size(size)
-        return int(size)
+        return check_batch_size(size)
 
 
 class RemoteEpisodes(LocalEpisodes):
