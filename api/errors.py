@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from expstore import errors
+from expstore.api.request_models import explain_request
 
 __all__ = ["KINDS", "STATUS", "Refusal", "answer", "body_of", "install", "refuse", "status_of"]
 
@@ -24,6 +25,7 @@ _log = logging.getLogger("expstore.api")
 #: The status of each class; subclasses not named here have their parent's.
 STATUS: Mapping[type[errors.ExpStoreError], int] = {
     errors.ExpStoreError: 500,
+    errors.ArgumentError: 422,
     errors.SchemaError: 422,
     errors.PriorityError: 422,
     errors.QueryError: 422,
@@ -141,10 +143,7 @@ def _of_framework(request: Request, exc: Exception) -> Response:
 
 def _of_request(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
-    first = exc.errors()[0]
-    where = ".".join(str(part) for part in first.get("loc", ())[1:])
-    text = str(first.get("msg", "it cannot be read"))
-    return answer(422, "request", f"{where}: {text}" if where else text, "see /docs")
+    return answer(422, "request", *explain_request(exc.errors(), exc.body))
 
 
 def _of_others(request: Request, exc: Exception) -> Response:

@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from expstore.api.bodies import ARROW, JSON, accepted, compression_of
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
+from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows
 from expstore.api.samplers import AnySpec, Spec
 from expstore.api.settings import Settings
@@ -31,10 +32,8 @@ _PART_BYTES = 1 << 20
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
-class Asked(BaseModel):
+class Asked(RequestModel):
     """Which batch."""
-
-    model_config = ConfigDict(extra="forbid")
 
     batch_size: int = Field(256, ge=1, le=1_000_000)
     sampler: Spec | SamplerName | None = Field(None, description="What makes up a batch; null: uniform.")
@@ -165,10 +164,8 @@ async def _sent(
 # -- samplers with names ------------------------------------------------------------------------------
 
 
-class NamedSampler(BaseModel):
+class NamedSampler(RequestModel):
     """A sampler that is kept."""
-
-    model_config = ConfigDict(extra="forbid")
 
     sampler: AnySpec
     where: str | None = Field(None, max_length=1000)
