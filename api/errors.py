@@ -124,7 +124,7 @@ def _of_tree(request: Request, exc: Exception) -> Response:
     headers = exc.headers if isinstance(exc, Refusal) else None
     if status == 500:
         _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
-        message = "the store cannot be read or written; the server's log says more"
+        message = "the store cannot be read or written; the server's log has the details"
         return answer(status, exc.kind, message)
     root = str(request.app.state.stores.root)
     return answer(status, exc.kind, _without(root, exc.message), _without(root, exc.hint), headers)
@@ -148,7 +148,7 @@ def _of_request(request: Request, exc: Exception) -> Response:
 
 def _of_others(request: Request, exc: Exception) -> Response:
     # Starlette raises it again behind this answer, and the server logs the traceback.
-    return answer(500, "internal", "the server failed; its log says more")
+    return answer(500, "internal", "the server failed; its log has the details")
 
 
 def install(app: FastAPI) -> None:

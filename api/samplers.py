@@ -50,7 +50,7 @@ class _Sliced(_Described):
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
         if (self.slice_len is None) == (self.num_slices is None):
-            raise Refusal(422, f"sampler {self.kind!r} takes one of slice_len and num_slices")
+            raise Refusal(422, f"sampler {self.kind!r} takes either slice_len or num_slices")
         return super().make(where)
 
 
@@ -119,7 +119,7 @@ class StreamingSlices(_Described):
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
         if where is not None:
-            raise Refusal(422, "new stretches come as they are: leave where out")
+            raise Refusal(422, "streaming_slices does not take where: leave it out")
         return make_sampler(self.kind, **self.model_dump(exclude={"kind"}))
 
 
@@ -204,7 +204,9 @@ class Drawers:
             spec = _PLAIN[spec].model_validate({"kind": spec})
         if isinstance(spec, str):
             if where is not None or seed is not None or number is not None:
-                raise Refusal(422, "a sampler with a name has its condition and its seed already")
+                raise Refusal(
+                    422, "a named sampler has its own where and seed: leave where, seed and draw out"
+                )
             named, storage = self.named(spec), self._rb.storage
             if named.storage is not storage:
                 storage.drain()  # else small batches would show a moment later
@@ -251,11 +253,15 @@ class Drawers:
             if known is not None:
                 if known[0] != wanted:
                     raise StateError(
-                        f"there is another sampler {name!r}", kind="exists", hint="DELETE it first"
+                        f"there is already another sampler {name!r}",
+                        kind="exists",
+                        hint="delete it first, with DELETE",
                     )
                 return
             if len(self._named) >= _KEPT:
-                raise StateError(f"there are {_KEPT} samplers with names", hint="DELETE one first")
+                raise StateError(
+                    f"there are already {_KEPT} named samplers", hint="delete one first, with DELETE"
+                )
             sampler = self._sampler(spec, where)
             self._named[name] = wanted, self._made(spec, sampler, seed)
 
@@ -264,10 +270,11 @@ class Drawers:
         if isinstance(spec, Consuming):
             if storage.follows:
                 raise StateError(
-                    "a server that only reads does not count rows", hint="ask the one that writes"
+                    "a read-only server does not count rows",
+                    hint="send the request to the server that writes",
                 )
             if seed is not None:
-                raise Refusal(422, "what is consumed follows from the store's own draws: leave seed out")
+                raise Refusal(422, "sampler 'consuming' does not take a seed: leave it out")
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
         # Passes are this sampler's own: it follows the store as another process would.
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
@@ -282,7 +289,9 @@ class Drawers:
         if known is None:
             raise NotFoundError(
                 f"there is no sampler {name[:120]!r}",
-                hint=f"there are {', '.join(sorted(self._named)) or 'none'}",
+                hint=f"the named samplers are {', '.join(sorted(self._named))}"
+                if self._named
+                else "no sampler is named yet",
             )
         return known[1]
 

@@ -72,7 +72,7 @@ async def sql(request: Request, store: Store, limits: Limits, asked: Question) -
 
 def _check(limits: Settings) -> None:
     if not limits.sql:
-        raise Refusal(403, "this server answers no SQL", hint="it was started with --no-sql")
+        raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
 
 
 def _asked(store: Served, limits: Settings, asked: Question, kind: str) -> Response:

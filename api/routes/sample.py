@@ -56,7 +56,7 @@ def _check(asked: Asked, limits: Settings) -> float:
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
     if asked.draw is not None and asked.seed is None:
-        raise Refusal(422, "a draw has a number among those of a seed", hint="give seed, too")
+        raise Refusal(422, "draw counts the draws of a seed", hint="pass seed, too")
     return min(asked.wait, limits.wait_seconds)
 
 
@@ -91,7 +91,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     drawing = _drawing(store, asked, limits, kind)
     parts = _Parts(asked, drawing, store.encoder, compression_of(request))
     if store.streams.available_tokens < 1:
-        raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
+        raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
     sent = _sent(request, store, parts, first, limits.wait_seconds)
     return StreamingResponse(sent, media_type=ARROW)

@@ -91,7 +91,7 @@ def _type_of(key: str, value: Any) -> Any:
     shaped = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
     if not shaped or not isinstance(value[1], list):
         raise Refusal(
-            422, f"field {key!r}: give a dtype, or a dtype and a row shape, such as ['float32', [4]]"
+            422, f"field {key!r}: use a dtype, or a dtype and a row shape, such as ['float32', [4]]"
         )
     return value[0], tuple(value[1])
 
@@ -262,7 +262,7 @@ async def priorities(store: Store, asked: Priorities) -> Updated:
     """Set priorities of rows that are still there: one for each id."""
     ids = checked_ids(asked.ids)
     if len(asked.priorities) != len(asked.ids):
-        raise Refusal(422, f"{len(asked.ids)} ids are given {len(asked.priorities)} priorities",
+        raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
                       hint="send one priority for each id")  # fmt: skip
     values = torch.tensor(asked.priorities, dtype=torch.float64)
     return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))

@@ -780,9 +780,9 @@ def connect(
         timeout: Seconds that the server may be silent.
         retries: How long a request that is not answered, or is put off, is sent again; None: a minute.
         batch_size: Of `sample` and iteration.
-        sampler: What makes up a batch: a dict with `kind` and parameters, or the name of a sampler that the
-            server keeps; uniform by default. `kind` is "uniform", "prioritized", "slices",
-            "prioritized_slices" or "recency".
+        sampler: What makes up a batch: a dict with `kind` and parameters, a kind such as "prioritized" for
+            its defaults, or the name of a sampler that the server keeps; uniform by default. `kind` is
+            "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
         where: Which rows are drawn: an SQL condition without functions.
         seed: Draw k is then the same for everybody who has this seed, as long as the rows are the same. None:
             the store's own next draw, whoever asks.
