@@ -83,21 +83,21 @@ class Guard:
             raise Refusal(401, "a token is needed", hint="send Authorization: Bearer TOKEN",
                           headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
         if route.need == Need.WRITE and may != Need.WRITE:
-            raise Refusal(403, "this token only reads")
+            raise Refusal(403, "this token only permits reading")
 
     def _check_host(self, host: str, server: str) -> None:
         """Refuse names that lead here although nobody gave them: a page may have its own name lead to us."""
         name = _name_of(host)
         if not name or name not in self._hosts | {server, f"[{server}]"}:
-            raise Refusal(400, f"the server is not called {host[:100]!r}", kind="host",
-                          hint="start it with --allow-host")  # fmt: skip
+            raise Refusal(400, f"the server does not have the name {host[:100]!r}", kind="host",
+                          hint="start the server with --allow-host NAME")  # fmt: skip
 
     def _allowed(self, sent: list[str], server: str) -> str:
         """Return what who sends these headers may do; both tokens are always compared."""
         token, read_token = self._settings.token, self._settings.read_token
         if token is None and read_token is None:
             if not is_loopback(server):
-                raise Refusal(403, "the server has no token, and answers this machine only")
+                raise Refusal(403, "the server has no token, so it answers only this machine")
             return Need.WRITE
         scheme, _, found = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
         borne = found.strip().encode("latin-1")

@@ -44,7 +44,7 @@ def content_type(request: Request) -> str:
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        raise Refusal(415, f"the body is encoded as {encoding!r}", hint="send it as it is")
+        raise Refusal(415, f"the body is encoded as {encoding!r}", hint="send it without an encoding")
     found = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if found not in (ARROW, JSON):
         raise Refusal(415, f"the body is {found or 'of no type'}", hint=f"send {ARROW} or {JSON}")
@@ -76,7 +76,7 @@ def accepted(request: Request, offered: tuple[str, ...] = (ARROW, JSON)) -> str:
             for offer in offered:
                 if kind in (offer, "*/*", offer.split("/")[0] + "/*"):
                     return offer
-    raise Refusal(406, f"the answer is none of {request.headers.get('accept')!r}", kind="accept",
+    raise Refusal(406, f"the answer cannot be {request.headers.get('accept')!r}", kind="accept",
                   hint=f"accept {' or '.join(offered)}")  # fmt: skip
 
 
@@ -92,8 +92,8 @@ def compression_of(request: Request) -> str | None:
             if name == "none":
                 return None
             if name not in _COMPRESSIONS:
-                raise Refusal(406, f"there is no compression {name!r}", kind="accept",
-                              hint=f"take {' or '.join(_COMPRESSIONS)}")  # fmt: skip
+                raise Refusal(406, f"compression {name!r} is unknown", kind="accept",
+                              hint=f"use {' or '.join(_COMPRESSIONS)}")  # fmt: skip
             return name
     return None
 
@@ -115,7 +115,7 @@ def load_json(body: bytes | bytearray) -> Any:
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as exc:
-        raise Refusal(400, f"the body is no JSON: {str(exc)[:200]}") from None
+        raise Refusal(400, f"the body is not JSON: {str(exc)[:200]}") from None
 
 
 def to_json(batch: Any) -> list[list[Any]]:

@@ -91,7 +91,7 @@ class _Body:
             async with asyncio.timeout(max(0.0, min(self._seconds / 10, self._deadline - now))):
                 return await self._receive()
         except TimeoutError:
-            raise self._refused(Refusal(408, "the body does not come")) from None
+            raise self._refused(Refusal(408, "the body did not arrive in time")) from None
 
     async def send(self, message: Message) -> None:
         if self.refusal is not None and not self.answered:

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from expstore import errors
+from expstore.api.request_models import explain_request
 
 __all__ = ["KINDS", "STATUS", "Refusal", "answer", "body_of", "install", "refuse", "status_of"]
 
@@ -24,6 +25,7 @@ _log = logging.getLogger("expstore.api")
 #: The status of each class; subclasses not named here have their parent's.
 STATUS: Mapping[type[errors.ExpStoreError], int] = {
     errors.ExpStoreError: 500,
+    errors.ArgumentError: 422,
     errors.SchemaError: 422,
     errors.PriorityError: 422,
     errors.QueryError: 422,
@@ -122,7 +124,7 @@ def _of_tree(request: Request, exc: Exception) -> Response:
     headers = exc.headers if isinstance(exc, Refusal) else None
     if status == 500:
         _log.error("request %s: %s", request.scope.get("request_id", "-"), exc)
-        message = "the store cannot be read or written; the server's log says more"
+        message = "the store cannot be read or written; the server's log has the details"
         return answer(status, exc.kind, message)
     root = str(request.app.state.stores.root)
     return answer(status, exc.kind, _without(root, exc.message), _without(root, exc.hint), headers)
@@ -141,15 +143,12 @@ def _of_framework(request: Request, exc: Exception) -> Response:
 
 def _of_request(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, RequestValidationError)
-    first = exc.errors()[0]
-    where = ".".join(str(part) for part in first.get("loc", ())[1:])
-    text = str(first.get("msg", "it cannot be read"))
-    return answer(422, "request", f"{where}: {text}" if where else text, "see /docs")
+    return answer(422, "request", *explain_request(exc.errors(), exc.body))
 
 
 def _of_others(request: Request, exc: Exception) -> Response:
     # Starlette raises it again behind this answer, and the server logs the traceback.
-    return answer(500, "internal", "the server failed; its log says more")
+    return answer(500, "internal", "the server failed; its log has the details")
 
 
 def install(app: FastAPI) -> None:

@@ -75,7 +75,7 @@ class Watch:
             _log.exception("request %s", scope["request_id"])
             if request.status:
                 raise
-            body = answer(500, "internal", "the server failed; its log says more")
+            body = answer(500, "internal", "the server failed; its log has the details")
             await body(scope, receive, request.send)
 
     def _note(self, request: _Request) -> None:

@@ -70,7 +70,9 @@ def _from_arrow(served: Served, body: bytearray, rows: int) -> tuple[TensorDictB
 def _from_json(served: Served, data: Any, rows: int) -> TensorDictBase:
     codec = served.codec
     if not isinstance(data, Mapping) or not data:
-        raise SchemaError("the body is no object of columns", hint=f"send lists of {', '.join(codec.names)}")
+        raise SchemaError(
+            "the body is not an object of columns", hint=f"send lists of {', '.join(codec.names)}"
+        )
     codec = served.codec_of(data)
     unknown, missing = set(data) - set(codec.names), set(codec.names) - set(data)
     if unknown or missing:
@@ -97,11 +99,13 @@ def _column_of(entry: Field, values: Any) -> Any:
     """
     name = key_name(entry.key)
     if not isinstance(values, list):
-        raise SchemaError(f"column {name!r} is no list", hint="send one value per row")
+        raise SchemaError(f"column {name!r} is not a list", hint="send one value per row")
     if entry.variable:
         raise SchemaError(f"field {name!r} has no fixed size", hint="send an Arrow stream")
     if entry.dtype in ("bfloat16", "complex64"):
-        raise SchemaError(f"field {name!r} is {entry}, which JSON has not", hint="send an Arrow stream")
+        raise SchemaError(
+            f"field {name!r} is {entry}, which JSON cannot contain", hint="send an Arrow stream"
+        )
     try:
         found = np.array(values)
     except ValueError:
@@ -112,15 +116,17 @@ def _column_of(entry: Field, values: Any) -> Any:
     if found.size == 0:
         found = found.astype(wanted)
     if found.dtype.kind not in "biuf" or (found.dtype.kind == "b") != (wanted.kind == "b"):
-        raise SchemaError(f"column {name!r} holds no {entry.dtype}", hint=f"the field is {entry}")
+        raise SchemaError(
+            f"column {name!r} contains values that are not {entry.dtype}", hint=f"the field is {entry}"
+        )
     if found.dtype.kind == "f" and wanted.kind in "iu":
-        raise SchemaError(f"column {name!r} holds fractions", hint=f"the field is {entry}")
+        raise SchemaError(f"column {name!r} contains fractions", hint=f"the field is {entry}")
     with np.errstate(over="ignore", invalid="ignore"):
         column = found.astype(wanted)
     # A float may be rounded, as it is everywhere; out of range is another value.
     same = np.isfinite(column) == np.isfinite(found) if wanted.kind == "f" else column == found
     if not np.all(same):
-        raise SchemaError(f"column {name!r} has values that {entry.dtype} has not")
+        raise SchemaError(f"column {name!r} has values out of the range of {entry.dtype}")
     if entry.shape == (1,) and column.ndim == 1:
         column = column[:, None]
     if column.shape[1:] != entry.shape:
@@ -157,5 +163,5 @@ def checked_ids(ids: Any) -> torch.Tensor:
     """
     values = np.asarray(ids)
     if values.ndim != 1 or (values.size and values.dtype.kind not in "iu"):
-        raise Refusal(422, "ids are a list of whole numbers")
+        raise Refusal(422, "ids must be a list of integers")
     return torch.from_numpy(values.astype(np.int64))

@@ -12,135 +12,106 @@ from threading import Lock
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 import expstore
-from expstore import samplers
 from expstore.api.errors import Refusal
+from expstore.api.request_models import RequestModel
 from expstore.api.where_conditions import check_condition, limit_condition
 from expstore.buffers.seeded_buffer import SeededReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import NotFoundError, StateError
 from expstore.samplers.base import Sampler
+from expstore.samplers.names import make_sampler
 
 __all__ = ["AnySpec", "Drawers", "Spec"]
 
 Rows = Annotated[int, Field(ge=1, le=1_000_000)]
-_FORBID = ConfigDict(extra="forbid")
 
 
-class Uniform(BaseModel):
-    """Every row has the same chance."""
+class _Described(RequestModel):
+    """A sampler as a request describes it."""
 
-    model_config = _FORBID
-    kind: Literal["uniform"] = "uniform"
+    kind: str
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
-        return samplers.RandomSampler(where=where)
+        return make_sampler(self.kind, **self.model_dump(exclude={"kind"}), where=where)
 
 
-class Prioritized(BaseModel):
+class _Sliced(_Described):
+    """Slices of a length, or so many of them in a batch."""
+
+    slice_len: Rows | None = None
+    num_slices: Rows | None = None
+    strict_length: bool = True
+
+    def make(self, where: str | None) -> Sampler:
+        """Return the sampler."""
+        if (self.slice_len is None) == (self.num_slices is None):
+            raise Refusal(422, f"sampler {self.kind!r} takes either slice_len or num_slices")
+        return super().make(where)
+
+
+class Uniform(_Described):
+    """Every row has the same chance."""
+
+    kind: Literal["uniform"] = "uniform"
+
+
+class Prioritized(_Described):
     """Chances follow priorities (Schaul et al. 2016)."""
 
-    model_config = _FORBID
     kind: Literal["prioritized"]
     alpha: float = Field(0.6, ge=0, le=10)
     beta: float = Field(0.4, ge=0, le=10)
     eps: float = Field(1e-8, ge=0, le=1)
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.PrioritizedSampler(alpha=self.alpha, beta=self.beta, eps=self.eps, where=where)
 
-
-class Slices(BaseModel):
+class Slices(_Sliced):
     """Stretches of steps of one episode each."""
 
-    model_config = _FORBID
     kind: Literal["slices"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
     by: Literal["trajectory", "start"] = "trajectory"
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.SliceSampler(
-            **_sizes(self), strict_length=self.strict_length, by=self.by, where=where
-        )
 
-
-class PrioritizedSlices(BaseModel):
+class PrioritizedSlices(_Sliced):
     """Such stretches, whose first steps' chances follow priorities."""
 
-    model_config = _FORBID
     kind: Literal["prioritized_slices"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
     alpha: float = Field(0.6, ge=0, le=10)
     beta: float = Field(0.4, ge=0, le=10)
     eps: float = Field(1e-8, ge=0, le=1)
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.PrioritizedSliceSampler(
-            alpha=self.alpha, beta=self.beta, eps=self.eps, strict_length=self.strict_length, where=where,
-            **_sizes(self),
-        )  # fmt: skip
 
-
-class Recent(BaseModel):
+class Recent(_Described):
     """Newer rows have better chances."""
 
-    model_config = _FORBID
     kind: Literal["recency"]
     half_life: float | None = Field(None, gt=0, le=1e15)
     newest: int | None = Field(None, ge=1, le=1 << 62)
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.RecencySampler(half_life=self.half_life, newest=self.newest, where=where)
 
-
-class WithoutReplacement(BaseModel):
+class WithoutReplacement(_Described):
     """Every row once per pass."""
 
-    model_config = _FORBID
     kind: Literal["without_replacement"]
     shuffle: bool = True
     drop_last: bool = False
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.SamplerWithoutReplacement(self.drop_last, self.shuffle, where=where)
 
-
-class SlicesWithoutReplacement(BaseModel):
+class SlicesWithoutReplacement(_Sliced):
     """A stretch of every trajectory per pass."""
 
-    model_config = _FORBID
     kind: Literal["slices_without_replacement"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
     shuffle: bool = True
     drop_last: bool = False
 
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.SliceSamplerWithoutReplacement(
-            shuffle=self.shuffle, drop_last=self.drop_last, strict_length=self.strict_length, where=where,
-            **_sizes(self),
-        )  # fmt: skip
 
-
-class StreamingSlices(BaseModel):
+class StreamingSlices(_Described):
     """New stretches first, each once."""
 
-    model_config = _FORBID
     kind: Literal["streaming_slices"]
     slice_len: Rows
     strict_length: bool = True
@@ -148,26 +119,15 @@ class StreamingSlices(BaseModel):
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
         if where is not None:
-            raise Refusal(422, "new stretches come as they are: leave where out")
-        return samplers.StreamingSliceSampler(slice_len=self.slice_len, strict_length=self.strict_length)
+            raise Refusal(422, "streaming_slices does not take where: leave it out")
+        return make_sampler(self.kind, **self.model_dump(exclude={"kind"}))
 
 
-class Consuming(BaseModel):
+class Consuming(_Described):
     """Every row so many times, over all clients; the store counts."""
 
-    model_config = _FORBID
     kind: Literal["consuming"]
     max_sample_count: int = Field(1, ge=1, le=1 << 31)
-
-    def make(self, where: str | None) -> Sampler:
-        """Return the sampler."""
-        return samplers.ConsumingSampler(self.max_sample_count, where=where)
-
-
-def _sizes(spec: Any) -> dict[str, Any]:
-    if (spec.slice_len is None) == (spec.num_slices is None):
-        raise Refusal(422, f"sampler {spec.kind!r} takes one of slice_len and num_slices")
-    return {"slice_len": spec.slice_len, "num_slices": spec.num_slices}
 
 
 #: A sampler that keeps nothing from draw to draw.
@@ -178,6 +138,14 @@ AnySpec = Annotated[
     | WithoutReplacement | SlicesWithoutReplacement | StreamingSlices | Consuming,
     Field(discriminator="kind"),
 ]  # fmt: skip
+#: Samplers that a request may name instead of describing them: with their defaults.
+_PLAIN: dict[str, type[_Described]] = {
+    "uniform": Uniform,
+    "prioritized": Prioritized,
+    "slices": Slices,
+    "prioritized_slices": PrioritizedSlices,
+    "recency": Recent,
+}
 _KEPT = 32
 #: What draws for requests.
 _Drawer = TensorDictReplayBuffer | SeededReplayBuffer
@@ -232,9 +200,13 @@ class Drawers:
     def _drawn(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
     ) -> Any:
+        if isinstance(spec, str) and spec in _PLAIN and spec not in self._named:
+            spec = _PLAIN[spec].model_validate({"kind": spec})
         if isinstance(spec, str):
             if where is not None or seed is not None or number is not None:
-                raise Refusal(422, "a sampler with a name has its condition and its seed already")
+                raise Refusal(
+                    422, "a named sampler has its own where and seed: leave where, seed and draw out"
+                )
             named, storage = self.named(spec), self._rb.storage
             if named.storage is not storage:
                 storage.drain()  # else small batches would show a moment later
@@ -281,11 +253,15 @@ class Drawers:
             if known is not None:
                 if known[0] != wanted:
                     raise StateError(
-                        f"there is another sampler {name!r}", kind="exists", hint="DELETE it first"
+                        f"there is already another sampler {name!r}",
+                        kind="exists",
+                        hint="delete it first, with DELETE",
                     )
                 return
             if len(self._named) >= _KEPT:
-                raise StateError(f"there are {_KEPT} samplers with names", hint="DELETE one first")
+                raise StateError(
+                    f"there are already {_KEPT} named samplers", hint="delete one first, with DELETE"
+                )
             sampler = self._sampler(spec, where)
             self._named[name] = wanted, self._made(spec, sampler, seed)
 
@@ -294,10 +270,11 @@ class Drawers:
         if isinstance(spec, Consuming):
             if storage.follows:
                 raise StateError(
-                    "a server that only reads does not count rows", hint="ask the one that writes"
+                    "a read-only server does not count rows",
+                    hint="send the request to the server that writes",
                 )
             if seed is not None:
-                raise Refusal(422, "what is consumed follows from the store's own draws: leave seed out")
+                raise Refusal(422, "sampler 'consuming' does not take a seed: leave it out")
             return TensorDictReplayBuffer(storage=storage, sampler=sampler, with_ids=True)
         # Passes are this sampler's own: it follows the store as another process would.
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
@@ -312,7 +289,9 @@ class Drawers:
         if known is None:
             raise NotFoundError(
                 f"there is no sampler {name[:120]!r}",
-                hint=f"there are {', '.join(sorted(self._named)) or 'none'}",
+                hint=f"the named samplers are {', '.join(sorted(self._named))}"
+                if self._named
+                else "no sampler is named yet",
             )
         return known[1]
 

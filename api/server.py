@@ -68,7 +68,9 @@ def serve(
     """
     disk = ReadingDisk()
     if not disk.is_dir(settings.path):
-        raise NotFoundError(f"{settings.path} is no store, and no folder of stores", hint="make it first")
+        raise NotFoundError(
+            f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
+        )
     family, address = _resolved(host, port)
     _check_token(settings, address)
     _allow_many_files()
@@ -159,7 +161,9 @@ def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:
-        raise StateError(f"{host!r} is no address of this machine: {exc.strerror}", kind="address") from exc
+        raise StateError(
+            f"{host!r} is not an address of this machine: {exc.strerror}", kind="address"
+        ) from exc
     family, _, _, _, where = found[0]
     return family, str(where[0])
 
@@ -168,9 +172,9 @@ def _check_token(settings: Settings, address: str) -> None:
     if is_loopback(address) or settings.token or (settings.read_only and settings.read_token):
         return
     raise StateError(
-        f"other machines reach {address}, and the server has no token",
+        f"other machines can reach {address}, and the server has no token",
         kind="unprotected",
-        hint="give it one by --token-file, or listen on 127.0.0.1",
+        hint="pass --token-file, or listen on 127.0.0.1",
     )
 
 
@@ -180,7 +184,7 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
     except OSError as exc:
         raise StateError(
             f"cannot listen on {address} port {port}: {exc.strerror}",
-            kind="address", hint="take another --port; 0 finds a free one",
+            kind="address", hint="use another --port; 0 finds a free one",
         ) from exc  # fmt: skip
 
 

@@ -92,13 +92,15 @@ class Settings:
         if not self.session_timeout > 0:
             raise ValueError(f"session_timeout must be above 0 seconds, got {self.session_timeout!r}")
         if b"" in (self.token, self.read_token):
-            raise StateError("a token is empty", kind="token", hint="leave it out, or give one")
+            raise StateError(
+                "a token is empty", kind="token", hint="leave it out, or use a token with characters"
+            )
         if self.read_token is not None and self.read_token == self.token:
-            raise StateError("both tokens are the same", kind="token", hint="make another one for readers")
+            raise StateError("both tokens are the same", kind="token", hint="use another token for readers")
         if self.read_token is not None and self.token is None and not self.read_only:
             raise StateError(
-                "there is a token for readers, and none for writers",
-                kind="token", hint="give one to writers, too, or serve with read_only",
+                "there is a token for readers, but none for writers",
+                kind="token", hint="add a token for writers, or serve with read_only",
             )  # fmt: skip
 
     def limiter(self) -> RateLimiter | None:
@@ -112,6 +114,6 @@ class Settings:
         if self.samples_per_insert is None:
             return MinSize(self.min_size, timeout=0)
         if self.error_buffer is None:
-            raise ValueError("samples_per_insert takes an error_buffer: by how many samples it may be missed")
+            raise ValueError("samples_per_insert requires error_buffer: the permitted deviation in samples")
         ratio, least, buffer = self.samples_per_insert, self.min_size, self.error_buffer
         return SampleToInsertRatio(ratio, least, buffer, timeout=0)

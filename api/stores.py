@@ -83,7 +83,9 @@ class Served:
             Refusal: 503.
         """
         if self._turns.statistics().tasks_waiting >= self._settings.concurrency:
-            raise Refusal(503, f"too many requests wait for store {self.name!r}", hint="ask again later")
+            raise Refusal(
+                503, f"too many requests are waiting for store {self.name!r}", hint="ask again later"
+            )
         return await anyio.to_thread.run_sync(act, limiter=self._turns)
 
     async def run_patiently(self, act: Callable[[], _Answer], seconds: float) -> _Answer:
@@ -220,15 +222,15 @@ class Stores:
             raise StateError("this server has one store", hint="serve a folder to make more")
         reserved = name.partition(".")[0].lower() in _RESERVED or name.endswith((".", _SUFFIX))
         if not _NAME.fullmatch(name) or ".." in name or reserved:
-            raise Refusal(400, f"{name[:120]!r} is no name of a store", kind="name",
-                          hint="letters, digits, '.', '_' and '-', at most 100")  # fmt: skip
+            raise Refusal(400, f"{name[:120]!r} is not a name for a store", kind="name",
+                          hint="use at most 100 letters, digits, '.', '_' and '-'")  # fmt: skip
         with self._lock:
             if name in self._open or self._found(name) is not None:
-                raise StateError(f"there is a store {name!r}", kind="exists", hint="take another name")
+                raise StateError(f"there is already a store {name!r}", kind="exists", hint="use another name")
             path = self.root / f"{name}{_SUFFIX}"
             if self._disk.is_link(path):  # it could lead anywhere
                 raise StateError(
-                    f"{path.name!r} is a link, not a store", kind="exists", hint="take another name"
+                    f"{path.name!r} is a link, not a store", kind="exists", hint="use another name"
                 )
             self._open[name] = self._opened(name, path, mode="x", **options)
             return self._open[name]

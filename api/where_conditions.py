@@ -120,10 +120,10 @@ def _name_of(node: dict[str, Any]) -> str:
         name = str(node["function_name"])[:50]
         return f"the operator {name}" if node["is_operator"] else f"the function {name}()"
     meaning = {
-        "ARRAY_EXTRACT": "a subscript that is no whole number, or is not behind a field",
+        "ARRAY_EXTRACT": "a subscript that is not an integer, or does not follow a field",
         "ARRAY_SLICE": "a slice",
         "CASE_EXPR": "CASE",
-        "COMPARE_IN": "IN with something else than literals",
+        "COMPARE_IN": "IN with other values than literals",
         "LAMBDA": "a lambda",
         "OPERATOR_CAST": "a cast (IS TRUE is one)",
         "SUBQUERY": "a subquery",

@@ -48,6 +48,7 @@ from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer as O
 from expstore.datasets.offline_to_online import prefill_replay_buffer as prefill_replay_buffer
 from expstore.datasets.registry import load_dataset as load_dataset
 from expstore.datasets.registry import register_dataset as register_dataset
+from expstore.errors import ArgumentError as ArgumentError
 from expstore.errors import CorruptionError as CorruptionError
 from expstore.errors import ExpStoreError as ExpStoreError
 from expstore.errors import LockedError as LockedError

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 __all__ = ["attach"]
@@ -49,7 +49,7 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
             else:
                 value = getattr(importlib.import_module(home), attribute)
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(_missing(package, name, read()), obj=sys.modules[package])
         setattr(sys.modules[package], name, value)
         return value
 
@@ -57,6 +57,15 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
         return sorted({*vars(sys.modules[package]), *read()})
 
     return load, listed
+
+
+def _missing(package: str, name: str, known: Iterable[str]) -> str:
+    """Return what is said of a name that a package does not have: the nearest name, if one is near."""
+    import difflib
+
+    message = f"module {package!r} has no attribute {name!r}"
+    near = [] if name.startswith("_") else difflib.get_close_matches(name, known, 1)
+    return f"{message}; did you mean {near[0]!r}?" if near else message
 
 
 def _is_package(name: str) -> bool:

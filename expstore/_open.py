@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from expstore.buffers.arguments import check_drawing
 from expstore.buffers.domain_checks import row_text
 from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
+from expstore.core.arguments import check_whole, refuse_unknown
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, given_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
@@ -27,6 +29,7 @@ from expstore.disk.writer_lock import WriterLock, read_owner
 from expstore.errors import ExpStoreError, LockedError, SchemaError, StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
+from expstore.samplers.names import SamplerName, make_sampler
 from expstore.schema.field_parser import schema_of
 from expstore.schema.schema import Schema
 from expstore.specs import Composite, TensorSpec
@@ -47,7 +50,21 @@ _logger = logging.getLogger("expstore")
 #: What a new store is unless somebody says otherwise.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
+#: Settings by the keyword that takes them.
+_PARTS = {
+    part.name: keyword
+    for keyword, kind in {
+        "batches": Batches,
+        "durability": Durability,
+        "episodes": EpisodeKeys,
+        "layout": Layout,
+        "retain": Retain,
+    }.items()
+    for part in fields_of(kind)
+}
 
+
+@refuse_unknown(_PARTS)
 def open(
     path: str | Path,
     *,
@@ -59,7 +76,7 @@ def open(
     episodes: EpisodeKeys | Mapping[str, Any] | None = None,
     meta: dict[str, Any] | None = None,
     batch_size: int | None = None,
-    sampler: Sampler | None = None,
+    sampler: Sampler | SamplerName | None = None,
     writer: Writer | None = None,
     seed: int | None = None,
     batches: Batches | Mapping[str, Any] | None = None,
@@ -93,7 +110,8 @@ def open(
             finds the fields by TorchRL's names.
         meta: Your own facts about a new store; what JSON can keep.
         batch_size: Rows per batch of `sample` and iteration.
-        sampler: Which rows make a batch; uniform by default.
+        sampler: Which rows make a batch: a sampler, or the name of one with its defaults, such as
+            "prioritized"; uniform by default. An unknown name lists the names.
         writer: Where rows are placed; by default the newest replace the oldest, or as the store was filled.
             Not with mode "r".
         seed: Key of all draws; a new store without one picks one and keeps it. With mode "r" the reader's
@@ -116,6 +134,7 @@ def open(
         block.
 
     Raises:
+        ArgumentError: There is no such keyword or sampler, or a number is not a whole number.
         NotFoundError: There is no store to follow.
         SnapshotError: There is no such version; the message lists the versions that exist.
         LockedError: Another buffer has the store open for writing.
@@ -135,6 +154,8 @@ def open(
     archive = local_path(archive) if isinstance(archive, str | Path) and archive else archive
     kept, roles, out = Layout.of(layout), EpisodeKeys.of(episodes), Batches.of(batches)
     lasting = Durability.of(durability)
+    capacity = None if capacity is None else check_whole("capacity", capacity)
+    sampler = make_sampler(sampler) if isinstance(sampler, str) else sampler
     check_drawing(
         batch_size, out.prefetch, out.pin_memory,
         device=out.device, limiter=out.rate_limiter, capacity=capacity,

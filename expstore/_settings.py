@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from expstore.core.nearest import suggest
 from expstore.core.values import given_key
-from expstore.errors import SchemaError
+from expstore.errors import ArgumentError, SchemaError
 from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD_REDUCTIONS
 from expstore.storages.engine.open_settings import COMPRESSIONS, STORAGES
 from expstore.storages.format.layout import LAYOUTS, ColumnLayout, LayoutName, ask_layout
@@ -261,7 +262,8 @@ def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | 
     """Return a value of a kind, given as one, as a dict of its parts, or None for its defaults.
 
     Raises:
-        TypeError: It is something else, or has no such part.
+        TypeError: It is something else.
+        ArgumentError: It has no such part.
     """
     if isinstance(given, kind):
         return given
@@ -272,7 +274,9 @@ def read_value(name: str, kind: type[Value], given: Value | Mapping[str, Any] | 
         raise TypeError(f"{name} takes {kind.__name__}(...) or a dict of its parts, got {given!r}")
     for part in given:
         if part not in known:
-            raise TypeError(f"{name} has no part {part!r}; {kind.__name__} has {', '.join(known)}")
+            raise ArgumentError(
+                f"{name} has no part {part!r}", hint=suggest(str(part), known, f"{kind.__name__} has")
+            )
     return kind(**given)
 
 

@@ -5,6 +5,7 @@ Every module raises from this tree; nothing here reads or writes anything::
     ExpStoreError                       message, kind (stable, append-only), hint
     ├── SchemaError    (ValueError)     the batch does not fit the schema
     │   └── StackError (RuntimeError)   rows one by one are of different shapes
+    ├── ArgumentError  (TypeError, ValueError)  an argument is unknown, or has no such value
     ├── PriorityError  (ValueError)     negative, NaN or infinite priority; none was applied
     ├── QueryError     (ValueError)     the SQL is not one read-only SELECT that DuckDB accepts
     ├── NotFoundError  (KeyError)       no such id, episode or snapshot
@@ -22,6 +23,7 @@ Every module raises from this tree; nothing here reads or writes anything::
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "CorruptionError",
     "ExpStoreError",
     "LockedError",
@@ -71,6 +73,12 @@ class ExpStoreError(Exception):
 
 def _rebuild(cls: type[ExpStoreError], message: str, kind: str, hint: str) -> ExpStoreError:
     return cls(message, kind=kind, hint=hint)
+
+
+class ArgumentError(ExpStoreError, TypeError, ValueError):
+    """An argument has an unknown name, or a value that it does not take."""
+
+    default_kind = "argument"
 
 
 class SchemaError(ExpStoreError, ValueError):

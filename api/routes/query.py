@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from expstore.api.bodies import ARROW, JSON, accepted, arrow_answer, json_answer, to_json
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
+from expstore.api.request_models import RequestModel
 from expstore.api.settings import Settings
 from expstore.api.stores import Served
 from expstore.buffers.read_limits import ReadLimit
@@ -53,10 +54,8 @@ async def episodes(
     return await store.run(ask)
 
 
-class Question(BaseModel):
+class Question(RequestModel):
     """A question in SQL."""
-
-    model_config = ConfigDict(extra="forbid")
 
     query: str = Field(min_length=1, max_length=16_384, description="One SELECT.")
     params: list[Any] | dict[str, Any] | None = Field(None, description="Values for ? or $name.")
@@ -73,7 +72,7 @@ async def sql(request: Request, store: Store, limits: Limits, asked: Question) -
 
 def _check(limits: Settings) -> None:
     if not limits.sql:
-        raise Refusal(403, "this server answers no SQL", hint="it was started with --no-sql")
+        raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
 
 
 def _asked(store: Served, limits: Settings, asked: Question, kind: str) -> Response:

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from expstore.api.bodies import JSON, accepted, compression_of
 from expstore.api.dependencies import ARROW_ANSWER, Known, Limits, Store, problems
+from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, checked_ids
 from expstore.buffers.read_limits import limit_reads
 
@@ -37,10 +38,8 @@ async def info(store: Store) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Ids(BaseModel):
+class Ids(RequestModel):
     """Which rows."""
-
-    model_config = {"extra": "forbid"}
 
     ids: list[int] = Field(max_length=1_000_000)
 

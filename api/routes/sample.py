@@ -11,11 +11,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from expstore.api.bodies import ARROW, JSON, accepted, compression_of
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
+from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows
 from expstore.api.samplers import AnySpec, Spec
 from expstore.api.settings import Settings
@@ -31,10 +32,8 @@ _PART_BYTES = 1 << 20
 SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 
 
-class Asked(BaseModel):
+class Asked(RequestModel):
     """Which batch."""
-
-    model_config = ConfigDict(extra="forbid")
 
     batch_size: int = Field(256, ge=1, le=1_000_000)
     sampler: Spec | SamplerName | None = Field(None, description="What makes up a batch; null: uniform.")
@@ -57,7 +56,7 @@ def _check(asked: Asked, limits: Settings) -> float:
     if asked.batch_size > limits.max_rows:
         raise Refusal(422, f"batch_size is at most {limits.max_rows}")
     if asked.draw is not None and asked.seed is None:
-        raise Refusal(422, "a draw has a number among those of a seed", hint="give seed, too")
+        raise Refusal(422, "draw counts the draws of a seed", hint="pass seed, too")
     return min(asked.wait, limits.wait_seconds)
 
 
@@ -92,7 +91,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     drawing = _drawing(store, asked, limits, kind)
     parts = _Parts(asked, drawing, store.encoder, compression_of(request))
     if store.streams.available_tokens < 1:
-        raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
+        raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
     sent = _sent(request, store, parts, first, limits.wait_seconds)
     return StreamingResponse(sent, media_type=ARROW)
@@ -165,10 +164,8 @@ async def _sent(
 # -- samplers with names ------------------------------------------------------------------------------
 
 
-class NamedSampler(BaseModel):
+class NamedSampler(RequestModel):
     """A sampler that is kept."""
-
-    model_config = ConfigDict(extra="forbid")
 
     sampler: AnySpec
     where: str | None = Field(None, max_length=1000)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 import expstore
 from expstore.api.dependencies import Store, problems
+from expstore.api.request_models import RequestModel
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
 router = APIRouter(tags=["versions"])
@@ -29,20 +30,16 @@ class Made(BaseModel):
     new_bytes: int = Field(description="How many bytes were written for it.")
 
 
-class Tag(BaseModel):
+class Tag(RequestModel):
     """What a version is to be called."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tag: str | None = Field(
         None, pattern=r"^[A-Za-z0-9._-]{1,100}$", description="A name; such a version is kept for good."
     )
 
 
-class Which(BaseModel):
+class Which(RequestModel):
     """Which version."""
-
-    model_config = ConfigDict(extra="forbid")
 
     version: int | str | None = Field(None, description="Number or tag; null: the newest.")
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from expstore.api.bodies import content_type, read_body
 from expstore.api.dependencies import ARROW_BODY, Known, Limits, Session, Store, problems
 from expstore.api.errors import Refusal
+from expstore.api.request_models import RequestModel
 from expstore.api.rows import checked_ids, taken_rows
 from expstore.api.stores import Served
 from expstore.errors import SchemaError
@@ -47,10 +48,8 @@ class Written(BaseModel):
     generation: int
 
 
-class NewStore(BaseModel):
+class NewStore(RequestModel):
     """What a new store is to be."""
-
-    model_config = {"extra": "forbid"}
 
     capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
     fields: dict[str, Any] | None = Field(
@@ -92,7 +91,7 @@ def _type_of(key: str, value: Any) -> Any:
     shaped = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)
     if not shaped or not isinstance(value[1], list):
         raise Refusal(
-            422, f"field {key!r}: give a dtype, or a dtype and a row shape, such as ['float32', [4]]"
+            422, f"field {key!r}: use a dtype, or a dtype and a row shape, such as ['float32', [4]]"
         )
     return value[0], tuple(value[1])
 
@@ -245,10 +244,8 @@ def _checked(wishes: dict[str, Any]) -> dict[str, Any]:
     return wishes
 
 
-class Priorities(BaseModel):
+class Priorities(RequestModel):
     """Priorities of rows, by id."""
-
-    model_config = {"extra": "forbid"}
 
     ids: list[int] = Field(max_length=1_000_000)
     priorities: list[float] = Field(max_length=1_000_000)
@@ -265,7 +262,7 @@ async def priorities(store: Store, asked: Priorities) -> Updated:
     """Set priorities of rows that are still there: one for each id."""
     ids = checked_ids(asked.ids)
     if len(asked.priorities) != len(asked.ids):
-        raise Refusal(422, f"{len(asked.ids)} ids are given {len(asked.priorities)} priorities",
+        raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
                       hint="send one priority for each id")  # fmt: skip
     values = torch.tensor(asked.priorities, dtype=torch.float64)
     return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
@@ -278,19 +275,15 @@ async def flush(store: Store) -> dict[str, str]:
     return {"status": "ok"}
 
 
-class Ending(BaseModel):
+class Ending(RequestModel):
     """Which open episodes are to end."""
-
-    model_config = {"extra": "forbid"}
 
     source: str | None = Field(None, max_length=200, description="Name of the stream; null: all of them.")
     unnamed: bool = Field(False, description="Without a source: end only the unnamed stream.")
 
 
-class Resuming(BaseModel):
+class Resuming(RequestModel):
     """Which episodes to adopt."""
-
-    model_config = {"extra": "forbid"}
 
     source: str = Field(max_length=200, description="Name of the stream.")
     check: bool = Field(True, description="Whether the first row of each episode must continue it.")

@@ -5,12 +5,12 @@ Used by the buffers and by `expstore.open`. It makes nothing itself.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import torch
 
+from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import StateError
 
@@ -88,11 +88,22 @@ def check_predictable(size: int | None, sampler: Any) -> None:
         )
 
 
-def check_batch_size(size: int | None) -> None:
-    """Raise ValueError for a batch without rows, TypeError for what is no number."""
-    try:
-        size = None if size is None else operator.index(size)
-    except TypeError:
-        raise TypeError(f"batch_size must be an integer, got {size!r}") from None
+@overload
+def check_batch_size(size: int) -> int: ...
+
+
+@overload
+def check_batch_size(size: int | None) -> int | None: ...
+
+
+def check_batch_size(size: int | None) -> int | None:
+    """Return a batch size as an int.
+
+    Raises:
+        ArgumentError: It is not a whole number.
+        ValueError: It is below 1.
+    """
+    size = None if size is None else check_whole("batch_size", size)
     if size is not None and size < 1:
         raise ValueError(f"batch_size must be at least 1, got {size}")
+    return size

@@ -111,7 +111,7 @@ class ReplayBufferEnsemble:
         **torchrl: Any,
     ) -> None:
         check_keywords(self, torchrl, ENSEMBLE)
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         self.shared = False
         self._route = Route.of(routing_key, routing_dim)
         if rbs:
@@ -261,8 +261,7 @@ class ReplayBufferEnsemble:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the ensemble")
-        check_batch_size(size)
-        return int(size)
+        return check_batch_size(size)
 
     # -- writing ---------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_k
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.keyed_trajectories import Trajectories
+from expstore.samplers.names import SamplerName
 from expstore.transforms import StepTransform, StepView
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
         achieved_goal_key: str | tuple[str, ...] = "achieved_goal",
         reward_key: str | tuple[str, ...] = ("next", "reward"),
         end_key: str | tuple[str, ...] = _DONE,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
+        sampler: Sampler | SamplerName | Callable[[], Sampler] | None = None,
         **keywords: Any,
     ) -> None:
         if not callable(reward_fn):

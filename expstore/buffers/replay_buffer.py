@@ -49,6 +49,7 @@ from expstore.data.sample_metadata import SAMPLE_METADATA, decode_metadata
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
+from expstore.samplers.names import SamplerName
 from expstore.samplers.torchrl_adapter import adapt, given
 from expstore.schema.schema import Schema
 from expstore.storages.base import Hook
@@ -115,7 +116,7 @@ class ReplayBuffer:
         self,
         *,
         storage: ReadView | Callable[[], ReadView] | None = None,
-        sampler: Sampler | Callable[[], Sampler] | None = None,
+        sampler: Sampler | SamplerName | Callable[[], Sampler] | None = None,
         writer: Writer | Callable[[], Writer] | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         transform: Any = None,
@@ -153,7 +154,7 @@ class ReplayBuffer:
 
         #: TorchRL's word for a buffer that other processes write to.
         self.shared = False
-        self._batch_size = batch_size
+        self._batch_size = check_batch_size(batch_size)
         self._as_numpy = as_numpy
         self._iterating = False  # `next` has returned a batch of the present pass
         self._store = store = StoreHandle(opened)
@@ -296,8 +297,7 @@ class ReplayBuffer:
             return size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the buffer")
-        check_batch_size(size)
-        return int(size)
+        return check_batch_size(size)
 
     # -- single rows and single batches ------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class SeededReplayBuffer:
         Raises:
             NotReadyError: There are no rows that may be drawn.
         """
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         self._sampling.check_readable(self._store.storage)
         if number is None:
             number = next(self._count)

@@ -23,7 +23,7 @@ from expstore.cli import checks, export, migrate, reshape, retain, serve, snapsh
 from expstore.cli.columns import add_column, drop_column
 from expstore.cli.datasets import datasets
 from expstore.cli.exit_codes import DAMAGED, FAILED, INTERRUPTED, LOCKED, USAGE
-from expstore.cli.info import facts_of, show_facts
+from expstore.cli.info import facts_of, show_facts, show_stores, stores_in
 from expstore.cli.output import print_csv, print_json, print_rows, print_table, show_notes
 from expstore.cli.paths import to_local
 from expstore.errors import (
@@ -31,6 +31,8 @@ from expstore.errors import (
     ExpStoreError,
     LockedError,
     MigrationError,
+    SchemaError,
+    StateError,
     StorageError,
 )
 
@@ -43,18 +45,22 @@ __all__ = ["main", "run"]
 
 STEPS_PER_LANE = 32
 TABLE_ROWS = 50
+#: The key of a store's meta that names the environment from which it was collected.
+_ENVIRONMENT = "environment"
 
 app = typer.Typer(
     name="expstore",
-    help="Keep reinforcement-learning experience on disk: collect it, look at it, ask it in SQL.",
-    epilog="Exit codes: 0 all is well, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
-    "4 it is damaged.",
+    help="Collect reinforcement-learning experience into stores on disk, inspect it and query it in SQL.",
+    epilog="Exit codes: 0 success, 1 findings or a failure, 2 wrong usage, 3 the store is locked, "
+    "4 the store is damaged.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Stores = Annotated[list[Path], typer.Argument(callback=to_local, metavar="PATH", help="The stores' folders.")]
+Stores = Annotated[
+    list[Path], typer.Argument(callback=to_local, metavar="PATH", help="The folders of the stores.")
+]
 
 
 class Policy(StrEnum):
@@ -106,13 +112,13 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments:
         run(["--help"])
         return USAGE
+    command = typer.main.get_command(app)
     try:
-        command = typer.main.get_command(app)
         return command.main(list(arguments), prog_name="expstore", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         trouble = _Trouble(INTERRUPTED, "interrupted", "interrupted")
     except Exception as exc:
-        known = _trouble(exc)
+        known = _trouble(exc, _command_name(command, arguments))
         if known is None:
             raise
         trouble = known
@@ -121,6 +127,17 @@ def run(arguments: Sequence[str]) -> int:
     else:
         typer.echo(f"error: {trouble.line()}", err=True)
     return trouble.code
+
+
+def _command_name(command: Any, arguments: Sequence[str]) -> str:
+    """Return the words that name the command: `expstore datasets list`."""
+    words = ["expstore"]
+    for word in arguments:
+        command = getattr(command, "commands", {}).get(word)
+        if command is None:
+            break
+        words.append(word)
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +159,17 @@ class _Trouble:
         return {"kind": self.kind, "message": self.message, "hint": self.hint}
 
 
-def _trouble(exc: Exception) -> _Trouble | None:
-    """Return how an error is reported; None if it is a fault of the program."""
+def _trouble(exc: Exception, program: str) -> _Trouble | None:
+    """Return how an error is reported; None if it is a fault of the program.
+
+    Args:
+        exc: The error.
+        program: The command that was run, as typed: `expstore sql`.
+    """
     if isinstance(exc, ExpStoreError):
         return _Trouble(_exit_code(exc), exc.kind, exc.message, exc.hint)
     if hasattr(exc, "format_message"):  # the parser's own errors, whose home depends on typer's version
-        return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), "see expstore --help")
+        return _Trouble(USAGE, "usage", exc.format_message().rstrip("."), f"see {program} --help")
     if isinstance(exc, ModuleNotFoundError) and exc.name == "gymnasium":
         return _Trouble(
             USAGE, "usage", "collecting needs gymnasium, which is missing", "pip install 'expstore[gym]'"
@@ -190,37 +212,38 @@ def _root(
 
 
 @app.command(
-    epilog="A store that is there goes on growing, or turning. Ctrl-C keeps what was collected and closes "
+    epilog="Rows are added to a store that exists. Ctrl-C keeps the rows collected so far and closes "
     "the store; a second Ctrl-C does not wait for the environment."
 )
 def collect(
     env: Annotated[str, typer.Argument(metavar="ENV", help="A gymnasium id, such as CartPole-v1.")],
     path: Annotated[
-        Path, typer.Argument(callback=to_local, metavar="PATH", help="The store; made if it is missing.")
+        Path,
+        typer.Argument(callback=to_local, metavar="PATH", help="The store; created if it does not exist."),
     ],
-    steps: Annotated[int, typer.Option(min=1, help="Transitions to add, or a few more.")],
-    envs: Annotated[int, typer.Option(min=1, help="Environments that run side by side.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Number of transitions to add; a few more may be added.")],
+    envs: Annotated[int, typer.Option(min=1, help="Number of environments.")] = 8,
     capacity: Annotated[
-        int | None, typer.Option(min=1, help="Most rows of a new store; it grows without one.")
+        int | None, typer.Option(min=1, help="Maximum number of rows of a new store; unlimited without it.")
     ] = None,
     layout: Annotated[
         Layout | None,
         typer.Option(
-            help="Of a new store: auto, as without it, packs fields of 1 KiB and more per row (images take a "
-            "fiftieth, and cannot be changed in place), packed all, flat none."
+            help="Layout of a new store. auto, the default, compresses fields of 1 KiB and more per row; "
+            "packed compresses all fields, flat none. Compressed fields cannot be changed in place."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of environments and actions.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Random seed for environments and actions.")] = None,
     policy: Annotated[Policy, typer.Option(help="How actions are chosen.")] = Policy.random,
     autoreset: Annotated[
-        Autoreset, typer.Option(help="When ended episodes begin anew; the rows are the same.")
+        Autoreset, typer.Option(help="When an environment is reset after an episode; the rows are the same.")
     ] = Autoreset.next_step,
     as_json: Json = False,
 ) -> int:
     """Collect transitions from an environment into a store."""
     from expstore._open import open as open_store
     from expstore.disk.files import Disk
-    from expstore.storages.format.manifest import MANIFEST
+    from expstore.storages.format.manifest import MANIFEST, Manifest
 
     disk = Disk()
     with (
@@ -229,14 +252,22 @@ def collect(
         show_notes(),
     ):
         new = not disk.exists(path / MANIFEST)
+        if not new:
+            _check_environment(path, Manifest.load(disk, path).meta.get(_ENVIRONMENT, env), env)
         asked: LayoutName | None = None if layout is None else layout.value
-        with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None) as rb:
+        meta = {_ENVIRONMENT: env} if new else None
+        with open_store(path, capacity=capacity, layout=asked, seed=seed if new else None, meta=meta) as rb:
             if rb.recovered:
                 typer.echo(f"note: {rb.recovered}", err=True)
             typer.echo(
                 f"collecting {env} in {envs} lanes into {path}, which holds {len(rb):,} rows", err=True
             )
-            stored = _collect(lanes, rb, steps, seed, interrupts)
+            try:
+                stored = _collect(lanes, rb, steps, seed, interrupts)
+            except SchemaError as exc:
+                raise SchemaError(
+                    f"{path} has other fields than {env}: {exc.message}", hint="choose another store"
+                ) from exc
             rows = len(rb)
     if as_json:
         print_json({"path": str(path), "stored": stored, "rows": rows, "interrupted": interrupts.seen})
@@ -244,6 +275,15 @@ def collect(
         head = "stopped: " if interrupts.seen else ""
         typer.echo(f"{head}{stored:,} transitions stored, {path} holds {rows:,} rows")
     return INTERRUPTED if interrupts.seen else 0
+
+
+def _check_environment(path: Path, held: str, env: str) -> None:
+    """Raise StateError if a store holds transitions of another environment."""
+    if held != env:
+        raise StateError(
+            f"{path} holds transitions of {held}, not of {env}",
+            hint="choose another store for each environment",
+        )
 
 
 def _environments(env: str, lanes: int, autoreset: Autoreset) -> AnyVectorEnv:
@@ -314,12 +354,16 @@ class _Interrupts:
 # -- info ------------------------------------------------------------------------------------------
 
 
-@app.command(epilog="Nothing is changed: a store that is being written to can be looked at, too.")
+@app.command(
+    epilog="Nothing is changed. A store can be inspected while another process writes to it. Of a folder "
+    "of stores, each store is listed."
+)
 def info(paths: Stores, as_json: Json = False) -> int:
-    """Say what stores hold, who has them open, and how they were left."""
+    """Show what stores contain, who has them open, and whether they were closed properly."""
     found: list[dict[str, Any]] = []
     worst: _Trouble | None = None
-    for path in paths:
+    wanted = [store for path in paths for store in stores_in(path) or [path]]
+    for path in wanted:
         try:
             found.append(facts_of(path))
         except ExpStoreError as exc:
@@ -328,6 +372,9 @@ def info(paths: Stores, as_json: Json = False) -> int:
             worst = trouble if worst is None or trouble.code > worst.code else worst
     if as_json:
         print_json({"stores": found} | ({"error": worst.body()} if worst else {}))
+    if len(wanted) > len(paths) and not as_json and not worst:
+        show_stores(found)
+        return 0
     for facts in () if as_json else found:
         if "error" in facts:
             typer.echo(f"error: {_Trouble(0, **facts['error']).line()}", err=True)
@@ -339,21 +386,22 @@ def info(paths: Stores, as_json: Json = False) -> int:
 # -- verify ----------------------------------------------------------------------------------------
 
 app.command(
-    epilog="Nothing is changed. Priorities have no checksum; STATE and LOCK hold nothing that is missed. "
-    "Exit codes: 0 nothing found, 1 findings, 3 somebody writes to the store, 4 no row can be read."
+    epilog="Nothing is changed. Priorities have no checksum and are not checked. "
+    "Exit codes: 0 no damage, 1 findings, 3 another process writes to the store, 4 no row can be read."
 )(checks.verify)
 
 app.command(
-    epilog="Without --drop-damaged nothing is lost. Killed in the middle it can be run again. "
-    "Exit codes: 0 all is repaired, 1 something is left, 3 somebody writes there, 4 no row can be read."
+    epilog="Without --drop-damaged no row is deleted. If the command is interrupted, run it again. "
+    "Exit codes: 0 repaired, 1 some damage is left, 3 another process writes to the store, 4 no row "
+    "can be read."
 )(checks.repair)
 
 
 # -- retain ----------------------------------------------------------------------------------------
 
 app.command(
-    epilog="Without options the policy that the store has is applied. What has left is gone for good; facts "
-    "of episodes stay."
+    epilog="Without options the store's own policy is applied. Deleted rows cannot be restored; the relation "
+    "episodes keeps its rows."
 )(retain.retain)
 
 
@@ -362,29 +410,36 @@ app.command(
 
 @app.command(
     epilog="The relations are transitions, episodes, fragments, sources, priorities, commits and meta, and "
-    "where there is an archive history: transitions and all rows that have left. Nested fields are written "
-    "as in next.reward. Of several stores each answers for itself, so an aggregate is one row per store; a "
-    "column store in front says whose."
+    "with an archive history: the transitions of the store and of its archive. Write nested fields "
+    "as next.reward. The query runs on each store separately, so an aggregate returns one row per store; "
+    "with several stores the first column, store, names the store."
 )
 def sql(
-    paths: Stores,
-    query: Annotated[str, typer.Argument(metavar="QUERY", help="One SELECT.")],
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(callback=to_local, metavar="STORE", help="The folders of the stores."),
+    ] = None,
+    query: Annotated[
+        str | None, typer.Argument(metavar="QUERY", help="One SELECT statement, in quotes.")
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
     as_json: Json = False,
     parquet: Annotated[
-        Path | None, typer.Option(callback=to_local, metavar="FILE", help="Write a Parquet file instead.")
+        Path | None, typer.Option(callback=to_local, metavar="FILE", help="Write the rows to a Parquet file.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help=f"Most rows; {TABLE_ROWS} in a table, else all.")
+        int | None,
+        typer.Option(min=1, help=f"Maximum number of rows; {TABLE_ROWS} in a table, otherwise all."),
     ] = None,
 ) -> int:
-    """Ask stores in SQL."""
+    """Query stores in SQL."""
     if as_csv and (as_json or parquet):
-        raise typer.BadParameter("leave out --json and --parquet, or this", param_hint="--csv")
-    from expstore.cli.query import ask
+        raise typer.BadParameter("--csv excludes --json and --parquet: choose one of them")
+    from expstore.cli.query import ask, check_order
 
+    stores, query = check_order(paths or [], query)
     most = limit if as_csv or as_json or parquet else limit or TABLE_ROWS
-    result = ask(paths, query, most)
+    result = ask(stores, query, most)
     more = most is not None and len(result) > most
     if more:
         result = type(result)(result.arrow().slice(0, most))
@@ -401,33 +456,39 @@ def sql(
     else:
         print_table(result.columns, result.fetchall())
         if more and limit is None:
-            typer.echo(f"there are more than {most} rows; --limit N shows more, --csv all", err=True)
+            typer.echo(f"there are more than {most} rows; --limit N shows more, --csv shows all", err=True)
     return 0
 
 
 # -- fields ----------------------------------------------------------------------------------------
 
-app.command(epilog="Other fields are not touched; after any crash the field is there whole or not at all.")(
+app.command(epilog="Other fields are not changed. After a crash the field exists completely or not at all.")(
     add_column
 )
-app.command(epilog="Fields by which rows are cut into episodes have to stay.")(drop_column)
+app.command(epilog="Fields that mark the episodes of a store cannot be dropped.")(drop_column)
 
 # -- versions --------------------------------------------------------------------------------------
 
-app.command(epilog="Opening a store does this by itself, without keeping the old index.")(migrate.migrate)
-app.command(epilog="What has not changed since the version before is shared with it.")(snapshots.dumps)
-app.command(epilog="After any crash the store holds its former rows or the version's.")(snapshots.loads)
-app.command(epilog="Of a store, those that were made inside it with a tag.")(snapshots.versions)
+app.command(epilog="Opening a store for writing does this automatically, without keeping the old index.")(
+    migrate.migrate
+)
+app.command(epilog="Files that have not changed since the previous version are shared with it.")(
+    snapshots.dumps
+)
+app.command(epilog="After a crash the store has either its former rows or the rows of the version.")(
+    snapshots.loads
+)
+app.command(epilog="For a store, lists the tagged versions inside it.")(snapshots.versions)
 
 # -- resize, merge ---------------------------------------------------------------------------------
 
 app.command(
-    epilog="Rows keep their ids. After any crash the store has its former capacity or the new one; Ctrl-C "
-    "leaves the former one."
+    epilog="Rows keep their ids. After a crash the store has its former capacity or the new one; Ctrl-C "
+    "keeps the former one."
 )(reshape.resize)
 app.command(
-    epilog="Fields must be the same. Sources keep their names, each behind its store's. The new store is "
-    "there whole or not at all."
+    epilog="All stores must have the same fields. The name of a source is prefixed with the name of its "
+    "store. The new store exists completely or not at all."
 )(reshape.merge)
 
 # -- export ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def verify(path: Store, as_json: Json = False) -> int:
-    """Hold every file of a store against its checksums, and against the others."""
+    """Check a store for damage."""
     from expstore import maintenance
     from expstore.disk.files import Disk
     from expstore.storages.snapshots.catalog import store_meant
@@ -45,12 +45,12 @@ def verify(path: Store, as_json: Json = False) -> int:
 def repair(
     path: Store,
     drop_damaged: Annotated[
-        bool, typer.Option("--drop-damaged", help="Give up rows and records whose bytes are lost.")
+        bool, typer.Option("--drop-damaged", help="Delete rows and records whose bytes are lost.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Build anew what is derived; give up what is lost, if that is asked for."""
+    """Rebuild derived files of a damaged store; with --drop-damaged also delete damaged rows."""
     from expstore import maintenance
 
     with show_progress("reading") as progress:
@@ -67,7 +67,9 @@ def repair(
         for finding in done.left:
             typer.echo(f"left: {finding.kind}: {finding.message}")
         if done.left and not drop_damaged:
-            typer.echo("--drop-damaged gives up what is left, if the store can go on without", err=True)
+            typer.echo(
+                "--drop-damaged deletes the damaged rows, if the store can be used without them", err=True
+            )
     return DAMAGED if any(f.fatal for f in done.left) else FAILED if done.left else 0
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_column", "drop_column"]
 
 Store = Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The field; groups are parted by dots.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The field, such as next.reward.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -31,27 +31,36 @@ def add_column(
     store: Store,
     name: Name,
     fill: Annotated[
-        str | None, typer.Option(metavar="VALUE", help="Of all rows: a number, true, false, or [a list].")
+        str | None,
+        typer.Option(metavar="VALUE", help="Value of all rows: a number, true, false or [a list]."),
     ] = None,
     sql: Annotated[
-        str | None, typer.Option(metavar="EXPRESSION", help="Or SQL over a row and its episode.")
+        str | None,
+        typer.Option(
+            metavar="EXPRESSION", help="SQL expression over a row and its episode; instead of --fill."
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Such as float32; as the values without it.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype, such as float32; by default the dtype of the values.")
+    ] = None,
     shape: Annotated[
-        str | None, typer.Option(metavar="N,N", help="Of a row's value; as the values without it.")
+        str | None, typer.Option(metavar="N,N", help="Shape of one row; by default the shape of the values.")
     ] = None,
     default: Annotated[
         str | None,
         typer.Option(
             metavar="VALUE",
-            help="Of later rows that come without the field; with --fill its value, else they must have it.",
+            help="Value of later rows that lack the field. By default the value of --fill; without both, "
+            "such rows are refused.",
         ),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Give the rows of a store one more field."""
-    if (fill is None) == (sql is None):
-        raise typer.BadParameter("give one of both", param_hint="--fill, --sql")
+    """Add a field to all rows of a store."""
+    if fill is None and sql is None:
+        raise typer.BadParameter(f"field {name} has no value: pass --fill VALUE or --sql EXPRESSION")
+    if fill is not None and sql is not None:
+        raise typer.BadParameter(f"field {name} has two values: pass either --fill or --sql")
     asked: dict[str, Any] = {"sql": sql} if fill is None else {"fill": _value(fill, "--fill")}
     if default is not None:
         asked["default"] = _value(default, "--default")
@@ -71,14 +80,14 @@ def add_column(
 
 
 def drop_column(store: Store, name: Name, as_json: Json = False) -> int:
-    """Take a field away from the rows of a store; its file goes."""
+    """Drop a field of a store and delete its file."""
     with _open(store) as rb:
         rb.columns.drop(_known(rb, name))
         rows = len(rb)
     if as_json:
         print_json({"path": str(store), "field": name, "rows": rows})
     else:
-        typer.echo(f"{store} has no field {name} any more")
+        typer.echo(f"{store} no longer has the field {name}")
     return 0
 
 
@@ -94,14 +103,18 @@ def _value(text: str, option: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as exc:
-        raise typer.BadParameter(f"{text!r} is no number, true, false or [list]", param_hint=option) from exc
+        raise typer.BadParameter(
+            f"{text!r} is not a number, true, false or [a list]", param_hint=option
+        ) from exc
 
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError as exc:
-        raise typer.BadParameter(f"{text!r} is no list of sizes", param_hint="--shape") from exc
+        raise typer.BadParameter(
+            f"{text!r} is not a list of sizes, such as 3,4", param_hint="--shape"
+        ) from exc
 
 
 @contextmanager

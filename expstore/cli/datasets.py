@@ -24,15 +24,22 @@ __all__ = ["datasets"]
 
 datasets = typer.Typer(
     name="datasets",
-    help="Public data sets by name, as in d4rl:hopper-medium-v2: each a store below ~/.cache/expstore, "
-    "or where EXPSTORE_DATA says.",
+    help="Public data sets by name, such as d4rl:hopper-medium-v2. Each is a store below ~/.cache/expstore, "
+    "or below the folder in EXPSTORE_DATA.",
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="As in d4rl:hopper-medium-v2.")]
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of a data set, such as d4rl:hopper-medium-v2.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Root = Annotated[
     Path | None,
-    typer.Option("--root", callback=to_local, metavar="FOLDER", help="Folder of the collection; see above."),
+    typer.Option(
+        "--root",
+        callback=to_local,
+        metavar="FOLDER",
+        help="Folder of the collection; by default below ~/.cache/expstore.",
+    ),
 ]
 
 
@@ -48,14 +55,14 @@ def _help(context: typer.Context) -> int:
 @datasets.command("list")
 def list_(
     prefix: Annotated[
-        str | None, typer.Argument(metavar="PREFIX", help="Only of this collection, as in d4rl.")
+        str | None, typer.Argument(metavar="PREFIX", help="Show only this collection, such as d4rl.")
     ] = None,
     available: Annotated[
-        bool, typer.Option("--available", help="The names that PREFIX has, here or not.")
+        bool, typer.Option("--available", help="List all names of PREFIX, downloaded or not.")
     ] = False,
     as_json: Json = False,
 ) -> int:
-    """Show the data sets that are here."""
+    """List the downloaded data sets."""
     if available:
         _list_available(prefix, as_json)
         return 0
@@ -73,7 +80,7 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
     from expstore.datasets.registry import dataset_class, prefixes
 
     if prefix is None:
-        raise typer.BadParameter(f"say of which collection: {', '.join(prefixes())}", param_hint="PREFIX")
+        raise typer.BadParameter(f"choose a collection: {', '.join(prefixes())}", param_hint="PREFIX")
     try:
         names = list(getattr(dataset_class(prefix), "available_datasets", []))
     except ValueError as exc:
@@ -84,7 +91,9 @@ def _list_available(prefix: str | None, as_json: bool) -> None:
         typer.echo("\n".join(names))
     else:
         any_id = f"{_collection(prefix)}:ID"
-        typer.echo(f"there is no list of names; any id can be asked for: expstore datasets fetch {any_id}")
+        typer.echo(
+            f"this collection has no list of names; fetch an id with: expstore datasets fetch {any_id}"
+        )
 
 
 def _stores() -> Iterator[dict[str, Any]]:
@@ -120,17 +129,18 @@ def fetch(
             "--source",
             callback=to_local,
             metavar="PATH",
-            help="Files of the public source; nothing is fetched then.",
+            help="Files of the public source; nothing is downloaded then.",
         ),
     ] = None,
     mirror: Annotated[
-        str | None, typer.Option("--mirror", metavar="URL", help="Address in place of the public one.")
+        str | None,
+        typer.Option("--mirror", metavar="URL", help="Address to download from instead of the public one."),
     ] = None,
     root: Root = None,
-    force: Annotated[bool, typer.Option("--force", help="Make it again if it is here.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Import it again if it exists.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Fetch a data set and make its store, or continue what was interrupted."""
+    """Download a data set into a store, or continue an interrupted download."""
     more = {} if mirror is None else {"mirror": mirror}
     try:
         from expstore.datasets.registry import load_dataset
@@ -151,7 +161,7 @@ def fetch(
 
 @datasets.command()
 def info(name: Name, root: Root = None, as_json: Json = False) -> int:
-    """Show the facts about a data set that is here, and which files it was made of."""
+    """Show what a downloaded data set contains, and the files it was made from."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
 
@@ -172,7 +182,7 @@ def info(name: Name, root: Root = None, as_json: Json = False) -> int:
 
 @datasets.command()
 def delete(name: Name, root: Root = None) -> int:
-    """Remove a data set from this disk."""
+    """Delete a downloaded data set."""
     from expstore.datasets.origin import remove_dataset
 
     path = _path(name, root)
@@ -212,7 +222,7 @@ def _path(name: str, root: Path | None) -> Path:
     path, disk = folder / dataset_id, ReadingDisk()
     if not disk.exists(path / MANIFEST):
         raise NotFoundError(
-            f"{name} is not here: there is no store {path}", hint=f"expstore datasets fetch {name}"
+            f"{name} is not downloaded: there is no store {path}", hint=f"expstore datasets fetch {name}"
         )
     return path
 

@@ -28,8 +28,8 @@ __all__ = ["EXPORT_NOTES", "IMPORT_NOTES", "export", "import_"]
 #: One paragraph each.
 EXPORT_NOTES = "\n\n".join(
     [
-        "What is made is there whole or not at all; Ctrl-C leaves nothing. Later rows are not in it.",
-        f"No format carries {LOST_BY_ALL}. Beside that these do not carry:",
+        "The export exists completely or not at all; Ctrl-C leaves nothing. Later rows are not exported.",
+        f"No format contains {LOST_BY_ALL}. In addition, these formats do not contain:",
         *(f"--{name}: {lost}" for name, lost in LOSSES.items() if lost),
     ]
 )
@@ -43,51 +43,64 @@ IMPORT_NOTES = (
 Store = Annotated[
     Path,
     typer.Argument(
-        callback=to_local, metavar="STORE", help="A store, also one in use; a version; a folder of versions."
+        callback=to_local,
+        metavar="STORE",
+        help="A store, which may be in use, a version or a folder of versions.",
     ),
 ]
 Out = Annotated[
-    Path, typer.Argument(callback=to_local, metavar="OUT", help="What is made; must not be there yet.")
+    Path,
+    typer.Argument(callback=to_local, metavar="OUT", help="The file or folder to write; must not exist."),
 ]
 AsArrow = Annotated[
-    bool, typer.Option("--arrow", help="A folder: rows.arrow, episodes.arrow, of Arrow's IPC.")
+    bool, typer.Option("--arrow", help="A folder of Arrow IPC files: rows.arrow, episodes.arrow.")
 ]
 AsHdf5 = Annotated[
-    bool, typer.Option("--hdf5", help="A file with D4RL's names: observations, actions, rewards, ...")
+    bool, typer.Option("--hdf5", help="An HDF5 file with D4RL's names: observations, actions, rewards, ...")
 ]
-AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5), which Minari reads.")]
-AsNpz = Annotated[bool, typer.Option("--npz", help="As --hdf5, in NumPy's form.")]
+AsMinari = Annotated[bool, typer.Option("--minari", help="A Minari dataset (HDF5).")]
+AsNpz = Annotated[bool, typer.Option("--npz", help="A NumPy .npz file with the names of --hdf5.")]
 AsParquet = Annotated[
-    bool, typer.Option("--parquet", help="A folder: rows/*.parquet by episodes, and episodes.parquet.")
+    bool, typer.Option("--parquet", help="A folder: rows/*.parquet, sorted by episode, and episodes.parquet.")
 ]
-AsZarr = Annotated[bool, typer.Option("--zarr", help="A plain Zarr v3 group, an array per field.")]
+AsZarr = Annotated[bool, typer.Option("--zarr", help="A Zarr v3 group with one array per field.")]
 Fields = Annotated[
-    str | None, typer.Option("--fields", metavar="NAMES", help="Only these, as in observation,next.reward.")
+    str | None,
+    typer.Option(
+        "--fields", metavar="NAMES", help="Export only these fields, such as observation,next.reward."
+    ),
 ]
 EpisodeRange = Annotated[
-    str | None, typer.Option("--episodes", metavar="RANGE", help="Only these, by id, as in 1-20,35,100-.")
+    str | None,
+    typer.Option(
+        "--episodes", metavar="RANGE", help="Export only episodes with these ids, such as 1-20,35,100-."
+    ),
 ]
 Where = Annotated[
     str | None,
     typer.Option(
-        "--where", metavar="SQL", help="Only episodes that meet it, as in \"status = 'terminated'\"."
+        "--where", metavar="SQL", help="Export only episodes that match, such as \"status = 'terminated'\"."
     ),
 ]
 OfVersion = Annotated[
     str | None,
-    typer.Option("--version", metavar="V", help="Number or tag of a version; else the store, or the newest."),
+    typer.Option(
+        "--version",
+        metavar="V",
+        help="Number or tag of a version; by default the store itself, or the newest version.",
+    ),
 ]
 DatasetId = Annotated[
     str | None,
-    typer.Option("--dataset-id", metavar="ID", help="Of a Minari dataset, as in cartpole/random-v0."),
+    typer.Option("--dataset-id", metavar="ID", help="Id of the Minari dataset, such as cartpole/random-v0."),
 ]
 AsStorage = Annotated[
     str | None,
     typer.Option(
         "--storage",
         metavar="KIND",
-        help="Of parquet and arrow: arrow keeps rows of any length, zarr does not; without it, as the "
-        "columns need it.",
+        help="Kind of store for parquet and arrow files: arrow keeps rows of any length, zarr rows of a "
+        "fixed size. By default chosen from the columns.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -109,7 +122,7 @@ def export(
     dataset_id: DatasetId = None,
     as_json: Json = False,
 ) -> int:
-    """Write the rows that can be read for programs that do without expstore."""
+    """Write the rows of a store to files for other programs."""
     asked = {
         "arrow": as_arrow,
         "hdf5": as_hdf5,
@@ -120,13 +133,11 @@ def export(
     }
     chosen = [name for name, wanted in asked.items() if wanted]
     if len(chosen) != 1:
-        raise typer.BadParameter(
-            f"say in which form: {', '.join(f'--{name}' for name in asked)}; one of them"
-        )
+        raise typer.BadParameter(f"choose one format: {', '.join(f'--{name}' for name in asked)}")
     if episodes is not None and where is not None:
-        raise typer.BadParameter("leave out --where, or this", param_hint="--episodes")
+        raise typer.BadParameter("--episodes and --where exclude each other: pass one of them")
     if dataset_id is not None and chosen != ["minari"]:
-        raise typer.BadParameter("is of --minari only", param_hint="--dataset-id")
+        raise typer.BadParameter("--dataset-id requires --minari")
     from expstore.exchange.formats import exporter
     from expstore.exchange.rows import parse_episodes
 
@@ -152,8 +163,8 @@ def _tell(done: Exported) -> None:
     )
     if done.left_out:
         typer.echo(
-            f"note: {done.left_out:,} rows are not in it: others took their places meanwhile; a version "
-            "has them all, see expstore dumps",
+            f"note: {done.left_out:,} rows are missing: newer rows replaced them during the export. To "
+            "export all rows, make a version with expstore dumps and export it",
             err=True,
         )
 
@@ -163,7 +174,7 @@ def import_(
         Path, typer.Argument(callback=to_local, metavar="SOURCE", help="A file or folder of another format.")
     ],
     store: Annotated[
-        Path, typer.Argument(callback=to_local, metavar="STORE", help="The store; must not be there yet.")
+        Path, typer.Argument(callback=to_local, metavar="STORE", help="The new store; must not exist.")
     ],
     form: Annotated[
         str | None,
@@ -179,33 +190,39 @@ def import_(
         typer.Option(
             "--map",
             metavar="THEIRS=OURS",
-            help="In hdf5 and npz: what is called so there is this field, as in obs_next=next.observation; "
-            "without OURS it is left out. May be repeated.",
+            help="In hdf5 and npz: import the array THEIRS as the field OURS, such as "
+            "obs_next=next.observation. THEIRS= skips the array. May be repeated.",
         ),
     ] = None,
     capacity: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Most rows, the newest ones; else as an exported store had it, or unbounded."
+            min=1,
+            help="Maximum number of rows; the newest are kept. By default the capacity of the exported "
+            "store, or unlimited.",
         ),
     ] = None,
     storage: AsStorage = None,
     checkpoints: Annotated[
         str | None,
         typer.Option(
-            "--checkpoints", metavar="RANGE", help="In atari-dqn: only these checkpoints, as in 0-9,20."
+            "--checkpoints",
+            metavar="RANGE",
+            help="In atari-dqn: import only these checkpoints, such as 0-9,20.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Make a store of rows that other programs have written, or expstore exported."""
+    """Make a store from files of other programs, or from an export."""
     from expstore.datasets.formats import DATASETS, WITH_CAPACITY, data_set_format
     from expstore.datasets.recognition import arrays_format, episodes_format
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
     choices = sorted({*IMPORTS, *DATASETS})
     if form is not None and form not in choices:
-        raise typer.BadParameter(f"{form!r} is none of {', '.join(choices)}", param_hint="--format")
+        raise typer.BadParameter(
+            f"{form!r} is unknown; use one of {', '.join(choices)}", param_hint="--format"
+        )
     asked, form = form, form or data_set_format(source) or format_of(source, choices)
     plain = form
     grouped = episodes_format(source) if form == "hdf5" else None
@@ -234,7 +251,7 @@ def import_(
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}
         if more and form not in MAPPED:
-            raise typer.BadParameter(f"names are mapped in {' and '.join(MAPPED)} only", param_hint="--map")
+            raise typer.BadParameter(f"applies to {' and '.join(MAPPED)} only", param_hint="--map")
         if storage is not None:
             more["storage"] = _kind(storage, form, TABLES)
         make = importer(form)
@@ -291,9 +308,9 @@ def _tell_imported(done: Imported) -> None:
 def _kind(storage: str, form: str, forms: Sequence[str]) -> str:
     """Return what `--storage` says, if it can be said of this format."""
     if storage not in ("arrow", "zarr"):
-        raise typer.BadParameter(f"{storage!r} is none of arrow, zarr", param_hint="--storage")
+        raise typer.BadParameter(f"{storage!r} is unknown; use arrow or zarr", param_hint="--storage")
     if form not in forms:
-        raise typer.BadParameter(f"is of {' and '.join(forms)} only", param_hint="--storage")
+        raise typer.BadParameter(f"applies to {' and '.join(forms)} only", param_hint="--storage")
     return storage
 
 

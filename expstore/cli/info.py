@@ -16,7 +16,19 @@ from expstore.cli.output import iso_text, local_text, print_table, size_text
 if TYPE_CHECKING:
     from expstore.storages.columns.column import FieldSize
 
-__all__ = ["facts_of", "show_facts"]
+__all__ = ["facts_of", "show_facts", "show_stores", "stores_in"]
+
+
+def stores_in(path: Path) -> list[Path]:
+    """Return the stores in a folder, by name; none for a store, a version or a folder of versions."""
+    from expstore.disk.files import Disk
+    from expstore.storages.format.manifest import MANIFEST
+    from expstore.storages.snapshots.catalog import is_snapshots
+
+    disk = Disk()
+    if not disk.is_dir(path) or disk.exists(path / MANIFEST) or is_snapshots(disk, path):
+        return []
+    return sorted(path / name for name in disk.names(path) if disk.exists(path / name / MANIFEST))
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def show_facts(facts: dict[str, Any]) -> None:
     if writer:
         state = f"open in process {writer['pid']} on {writer['host']} since {local_text(writer['since'])}"
     elif facts["unclean_stop"]:
-        state = "closed by nobody: the last writer was stopped, opening it recovers"
+        state = "not closed: the last writer was stopped; opening the store recovers it"
     else:
         state = "closed"
     lines = {
@@ -123,7 +135,7 @@ def show_facts(facts: dict[str, Any]) -> None:
     if facts["write_keys"]:
         lines["keys"] = f"{facts['write_keys']:,} idempotency keys of writes at the last sync"
     if archive := facts["archive"]:
-        rows = "not there any more" if archive["rows"] is None else f"{archive['rows']:,} rows"
+        rows = "missing" if archive["rows"] is None else f"{archive['rows']:,} rows"
         lines["archive"] = f"{archive['path']}, {rows}"
     if facts["specs"]:
         lines["specs"] = describe(facts["specs"])
@@ -136,6 +148,23 @@ def show_facts(facts: dict[str, Any]) -> None:
         # The longest comes last: a narrow terminal leaves out what does not fit.
         head = ["field", "dtype", "shape", "row bytes", "on disk", "per million", "layout"]
         print_table(head, [_line(field) for field in facts["fields"]])
+
+
+def show_stores(found: list[dict[str, Any]]) -> None:
+    """Print one line for each store."""
+    print_table(
+        ["store", "rows", "episodes", "on disk", "last write"],
+        [
+            [
+                facts["path"],
+                facts["rows"],
+                sum(facts["episodes"].values()),
+                size_text(facts["disk_bytes"]),
+                local_text(facts["last_write"]) if facts["last_write"] else "never",
+            ]
+            for facts in found
+        ],
+    )
 
 
 def _row_text(facts: dict[str, Any]) -> str:
@@ -153,8 +182,8 @@ def _room(facts: dict[str, Any]) -> str:
     if facts["more_rows_fit"] is None:
         return free
     if facts["ring_fits"]:
-        return f"{free}: enough for all of the ring"
-    few = "" if facts["ring_fits"] is None else ", not for all of the ring"
+        return f"{free}: enough for the whole capacity"
+    few = "" if facts["ring_fits"] is None else ", not for the whole capacity"
     return f"{free}: room for {facts['more_rows_fit']:,} more rows{few}"
 
 

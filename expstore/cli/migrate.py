@@ -19,10 +19,10 @@ __all__ = ["migrate"]
 
 def migrate(
     path: Annotated[Path, typer.Argument(callback=to_local, metavar="PATH", help="The store's folder.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Bring a store to the form that this version writes; what is replaced is kept."""
+    """Convert a store to the format of this version; replaced files are kept."""
     from expstore.maintenance.upgrade import upgrade
 
     done = upgrade(path, dry_run=dry_run)

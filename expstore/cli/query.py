@@ -22,10 +22,44 @@ from expstore.sql.sync import Catalog
 from expstore.storages.follower import FollowerStorage
 from expstore.storages.snapshots.catalog import store_meant
 
-__all__ = ["ask"]
+__all__ = ["ask", "check_order"]
 
 #: Seconds after which a Ctrl-C that another thread received is noticed.
 _LISTEN_SECONDS = 0.1
+_FIRST_WORDS = frozenset({"select", "with", "from", "values", "describe", "show", "summarize", "table"})
+
+
+def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path], str]:
+    """Return the stores and the query of a command line; the query comes last.
+
+    Raises:
+        BadParameter: One of them is missing, or the query comes first.
+    """
+    example = 'expstore sql STORE "SELECT count(*) FROM transitions"'
+    if query is None:
+        raise typer.BadParameter(f"there is no store and no query; write {example}")
+    is_sql = _is_sql(query)
+    misplaced = next((path for path in paths if _is_sql(str(path))), None)
+    if misplaced is not None and not is_sql:
+        raise typer.BadParameter(
+            f'the query comes after the stores; write expstore sql {query} "{misplaced}"', param_hint="QUERY"
+        )
+    if not paths:
+        if is_sql:
+            raise typer.BadParameter(
+                f'there is no store; write expstore sql STORE "{query}"', param_hint="STORE"
+            )
+        raise typer.BadParameter(
+            f'there is no query; write expstore sql {query} "SELECT count(*) FROM transitions"',
+            param_hint="QUERY",
+        )
+    return paths, query
+
+
+def _is_sql(text: str) -> bool:
+    """Return whether a text begins as a query does; a path of this name is no query."""
+    words = text.split(maxsplit=1)
+    return len(words) > 1 and words[0].strip("(").lower() in _FIRST_WORDS
 
 
 def ask(paths: Sequence[Path], query: str, most: int | None) -> Result:

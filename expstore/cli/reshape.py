@@ -28,16 +28,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def resize(
     store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
-    capacity: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most rows from now on.")] = None,
-    unbounded: Annotated[bool, typer.Option("--unbounded", help="As many rows as come.")] = False,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Give up rows that do not fit, and do not ask before.")
-    ] = False,
+    capacity: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="New maximum number of rows.")
+    ] = None,
+    unbounded: Annotated[bool, typer.Option("--unbounded", help="Remove the limit.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete rows that do not fit, without asking.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Give a store that nobody writes to another capacity."""
+    """Change the capacity of a store; no process may write to it meanwhile."""
     if (capacity is None) != unbounded:
-        raise typer.BadParameter("say either this or --unbounded", param_hint="--capacity")
+        raise typer.BadParameter("pass either --capacity N or --unbounded")
     from expstore.maintenance.resize import planned
 
     with planned(store, capacity=capacity) as (outcome, run):
@@ -51,7 +51,7 @@ def resize(
         facts = {"former": outcome.former, "capacity": outcome.capacity, "rows": outcome.rows}
         print_json({"path": str(store), **facts, "given_up": outcome.given_up})
     else:
-        told = f", {outcome.given_up:,} are given up" if outcome.given_up else ""
+        told = f", {outcome.given_up:,} were deleted" if outcome.given_up else ""
         typer.echo(
             f"{store} holds {outcome.rows:,} rows{told}; capacity {_text(outcome.capacity)}, "
             f"before {_text(outcome.former)}"
@@ -65,18 +65,19 @@ def merge(
         typer.Argument(
             callback=to_local,
             metavar="STORE...",
-            help="Stores, in this order; versions; folders of versions.",
+            help="Stores, versions or folders of versions, in the order of their rows.",
         ),
     ],
     out: Annotated[
-        Path, typer.Option(callback=to_local, metavar="OUT", help="The new store; must not be there yet.")
+        Path, typer.Option(callback=to_local, metavar="OUT", help="The new store; must not exist.")
     ],
     capacity: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Most rows, the last ones; all without it.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Maximum number of rows; the last are kept. By default all."),
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Make a new store of the rows of several that nobody writes to."""
+    """Merge the rows of several stores into a new store; no process may write to them meanwhile."""
     from expstore.maintenance.merge import merge as join
 
     with show_progress("merging") as show, stoppable(show) as progress:
@@ -94,10 +95,10 @@ def merge(
 
 def _ask(outcome: Resized) -> None:
     """Have the user agree that rows are given up; where nobody can be asked, that is an error."""
-    what = f"{outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit and are given up"
+    what = f"{outcome.given_up:,} of {outcome.rows + outcome.given_up:,} rows do not fit and will be deleted"
     if not sys.stdin.isatty():
-        raise StateError(f"{what}", hint="say --yes if that is meant")
-    typer.confirm(f"{what}. Go on?", abort=True, err=True)
+        raise StateError(f"{what}", hint="pass --yes to delete them")
+    typer.confirm(f"{what}. Continue?", abort=True, err=True)
 
 
 def _text(capacity: int | None) -> str:

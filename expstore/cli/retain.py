@@ -19,19 +19,21 @@ __all__ = ["retain"]
 def retain(
     store: Annotated[Path, typer.Argument(callback=to_local, metavar="STORE", help="The store's folder.")],
     size: Annotated[
-        str | None, typer.Option("--bytes", metavar="SIZE", help="The rows that stay take at most so much.")
+        str | None,
+        typer.Option("--bytes", metavar="SIZE", help="Maximum size of the remaining rows, such as 2GB."),
     ] = None,
     age: Annotated[
-        str | None, typer.Option("--age", metavar="AGE", help="Episodes that ended longer ago leave, as 7d.")
+        str | None,
+        typer.Option("--age", metavar="AGE", help="Delete episodes that ended longer ago, such as 7d."),
     ] = None,
     where: Annotated[
         str | None,
-        typer.Option("--where", metavar="SQL", help="Episodes stay of which this holds for a row at least."),
+        typer.Option("--where", metavar="SQL", help="Keep only episodes with at least one row that matches."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Let whole episodes leave a store that nobody else writes to, once, and give their space back."""
+    """Delete whole episodes of a store once, and free their space; no other process may write to it."""
     from expstore.buffers.retention import make_runner
     from expstore.core.retention_policy import Retain
     from expstore.disk.files import Disk
@@ -44,7 +46,7 @@ def retain(
     given: dict[str, Any] = {"bytes": size, "age": age, "where": where}
     policy = Retain(**given) if any(value is not None for value in given.values()) else Retain(**kept)
     if not policy:
-        raise typer.BadParameter("say what stays, with --bytes, --age or --where: the store has no policy")
+        raise typer.BadParameter("the store has no policy: pass --bytes, --age or --where")
     storage = open_storage(store)
     try:
         catalog = Catalog(storage)
@@ -58,9 +60,9 @@ def retain(
     if as_json:
         print_json(gone._asdict() | {"path": str(store), "rows_left": rows, "dry_run": dry_run})
     else:
-        would = "would leave" if dry_run else "have left"
+        would = "would be deleted from" if dry_run else "were deleted from"
         typer.echo(
             f"{gone.episodes:,} episodes with {gone.rows:,} rows {would} {store}, "
-            f"{size_text(gone.bytes)} given back; {rows:,} rows are there, in {size_text(used)}"
+            f"which frees {size_text(gone.bytes)}; {rows:,} rows remain, {size_text(used)}"
         )
     return 0

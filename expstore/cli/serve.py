@@ -25,34 +25,44 @@ if TYPE_CHECKING:
 __all__ = ["SERVE_NOTES", "serve"]
 
 SERVE_NOTES = (
-    "Without a token only this machine is answered. Ctrl-C or SIGTERM lets requests end, flushes and closes; "
-    "a second one ends at once, which loses nothing that was acknowledged. TLS is for a proxy in front of it."
+    "Without a token the server answers only this machine. Ctrl-C or SIGTERM waits for running requests, "
+    "flushes and closes the stores; a second one ends the server at once and loses no acknowledged row. "
+    "For TLS, put a proxy in front of it."
 )
 #: So long may closing stores take, after requests had their time.
 GRACE_SECONDS = 10.0
 
 
 _Host = Annotated[str, typer.Option(help="The address to listen on.")]
-_Port = Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")]
+_Port = Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 chooses a free one.")]
 _Token = Annotated[
     Path | None,
-    typer.Option(callback=to_local, metavar="FILE", help="Who sends this token may read and write."),
+    typer.Option(
+        callback=to_local, metavar="FILE", help="File with a token that permits reading and writing."
+    ),
 ]
 _ReadToken = Annotated[
-    Path | None, typer.Option(callback=to_local, metavar="FILE", help="Who sends this token may read.")
+    Path | None,
+    typer.Option(callback=to_local, metavar="FILE", help="File with a token that permits reading."),
 ]
-_ReadOnly = Annotated[bool, typer.Option("--read-only", help="Follow stores, which others may write to.")]
+_ReadOnly = Annotated[
+    bool, typer.Option("--read-only", help="Only read the stores; other processes may write to them.")
+]
 _Hosts = Annotated[
-    list[str] | None, typer.Option(metavar="NAME", help="A name by which clients call the server.")
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A host name that clients use for the server. May be repeated."),
 ]
-_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Answer no SQL.")]
+_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Refuse SQL.")]
 _Rate = Annotated[
-    float | None, typer.Option(min=0.001, help="Requests per second of one client; any number without it.")
+    float | None,
+    typer.Option(min=0.001, help="Maximum requests per second of one client; unlimited without it."),
 ]
 _Ratio = Annotated[
-    float | None, typer.Option(min=0, help="How often each row is to be sampled, by all clients together.")
+    float | None, typer.Option(min=0, help="Average number of samples per row, over all clients.")
 ]
-_Buffer = Annotated[float | None, typer.Option(min=0, help="By how many samples that may be missed.")]
+_Buffer = Annotated[
+    float | None, typer.Option(min=0, help="Permitted deviation from --samples-per-insert, in samples.")
+]
 _Log = Annotated[bool, typer.Option("--access-log", help="Print a line of JSON per request on stderr.")]
 
 
@@ -67,16 +77,20 @@ def serve(
     read_only: _ReadOnly = False,
     allow_host: _Hosts = None,
     no_sql: _NoSQL = False,
-    sql_seconds: Annotated[float, typer.Option(min=0.1, help="A statement's time.")] = 3.0,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 256 << 20,
-    max_rows: Annotated[int, typer.Option(min=1, help="Rows of a request.")] = 1_000_000,
-    max_answer: Annotated[int, typer.Option(min=1, help="Bytes of an answer.")] = 256 << 20,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at work at once, per store.")] = 64,
+    sql_seconds: Annotated[float, typer.Option(min=0.1, help="Maximum seconds of a statement.")] = 3.0,
+    max_body: Annotated[int, typer.Option(min=1, help="Maximum bytes of a request body.")] = 256 << 20,
+    max_rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a request.")] = 1_000_000,
+    max_answer: Annotated[int, typer.Option(min=1, help="Maximum bytes of an answer.")] = 256 << 20,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests per store.")] = 64,
     rate: _Rate = None,
-    min_size: Annotated[int, typer.Option(min=1, help="Rows before any is sampled.")] = 1,
+    min_size: Annotated[
+        int, typer.Option(min=1, help="Number of rows a store needs before it can be sampled.")
+    ] = 1,
     samples_per_insert: _Ratio = None,
     error_buffer: _Buffer = None,
-    shutdown_seconds: Annotated[float, typer.Option(min=0, help="Requests' time to end.")] = 5.0,
+    shutdown_seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds that running requests have to finish at shutdown.")
+    ] = 5.0,
     session_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds after which a silent client's open episodes are cut.")
     ] = 3600.0,
@@ -120,7 +134,7 @@ def _facts(settings: Settings, listening: Listening) -> dict[str, object]:
 def _line(settings: Settings, listening: Listening) -> str:
     stores = listening.stores
     what = f"{settings.path}" if len(stores) == 1 else f"{settings.path} ({len(stores)} stores)"
-    return f"serving {what} at {listening.url}" + (", to be read only" if settings.read_only else "")
+    return f"serving {what} at {listening.url}" + (", read-only" if settings.read_only else "")
 
 
 def _token(path: Path | None) -> bytes | None:
@@ -138,7 +152,9 @@ def _token(path: Path | None) -> bytes | None:
     token = disk.read_whole(path.resolve()).strip()  # secrets of Kubernetes are links
     if not token or any(byte <= 32 or byte >= 127 for byte in token):
         raise StateError(
-            f"{path} holds no token", kind="token", hint="write one line of letters and digits into it"
+            f"{path} does not contain a token",
+            kind="token",
+            hint="write one line of letters and digits into it",
         )
     if disk.is_shared(path):  # refusing would shut out the secrets of Docker and Kubernetes, which are
         typer.echo(f"warning: other users of this machine can read {path}: chmod 600 {path}", err=True)

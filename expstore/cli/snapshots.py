@@ -32,12 +32,19 @@ def dumps(
     path: Place,
     keep: Annotated[
         int | None,
-        typer.Option(min=1, help=f"How many without a tag remain; {KEEP}, or all if this one has a tag."),
+        typer.Option(
+            min=1, help=f"How many untagged versions to keep; {KEEP} by default, all if this one has a tag."
+        ),
     ] = None,
-    tag: Annotated[str | None, typer.Option(metavar="NAME", help="Name this one and keep it.")] = None,
+    tag: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Name of the version; a tagged version is never deleted automatically."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> int:
-    """Make a version of a store that nobody else writes to."""
+    """Save a version of a store; no other process may write to it meanwhile."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import Manifest
     from expstore.storages.snapshots.create import dump
@@ -62,11 +69,11 @@ def loads(
     store: Store,
     path: Place,
     version: Annotated[
-        str | None, typer.Option(metavar="V", help="Number or tag; the newest one without it.")
+        str | None, typer.Option(metavar="V", help="Number or tag of the version; by default the newest.")
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Put a version's rows in the place of a store's, or into a new store."""
+    """Replace the rows of a store by those of a version, or make a new store of them."""
     from expstore.disk.files import Disk
     from expstore.storages.format.manifest import MANIFEST, Manifest
     from expstore.storages.snapshots.catalog import find_version
@@ -88,7 +95,7 @@ def loads(
 
 
 def versions(path: Place, as_json: Json = False) -> int:
-    """List the versions in a folder, the oldest first."""
+    """List the versions in a folder, oldest first."""
     from expstore.storages.snapshots.catalog import versions as list_versions
 
     found = list_versions(path)

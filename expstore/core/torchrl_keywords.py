@@ -7,10 +7,13 @@ same here; this module knows the others. Public constructors take them as `**tor
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from expstore.core.arguments import unknown_keyword
 
 __all__ = [
     "BUFFER",
@@ -163,13 +166,25 @@ def check_keywords(owner: object, given: Mapping[str, Any], known: tuple[str, ..
         known: Names of void keywords that TorchRL's class has.
 
     Raises:
-        TypeError: TorchRL's class has no such keyword.
+        ArgumentError: The class has no such keyword.
         ValueError: The value asks for something that does not exist here.
     """
     kind = type(owner).__name__
     for name, value in given.items():
         if name not in known:
-            raise TypeError(f"{kind} got an unexpected keyword argument {name!r}")
+            raise unknown_keyword(kind, name, value, _keywords_of(type(owner)))
         void = VOID[name]
         if not void.accepts(value):
             raise ValueError(f"{kind} does not support {name}={value!r}: {void.reason}; leave {name} out")
+
+
+def _keywords_of(kind: type) -> list[str]:
+    """Return the keywords of a class's constructor, and of the constructors that it passes keywords on to."""
+    found = [
+        one.name
+        for cls in kind.__mro__
+        if "__init__" in vars(cls)
+        for one in inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name != "self"
+    ]
+    return [name for name in dict.fromkeys(found) if not name.startswith("_")]

@@ -101,7 +101,7 @@ class OfflineToOnlineReplayBuffer:
                 f"{[*dataset_kwargs]}. Pass them directly to your dataset constructor instead."
             )
         _check_buffer(offline_dataset, "sample", "offline_dataset")
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         self._transform = Compose.of(transform)
         if self._transform.steps:
             raise ValueError(
@@ -142,7 +142,7 @@ class OfflineToOnlineReplayBuffer:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise ValueError("batch_size must be provided either in __init__ or sample().")
-        check_batch_size(size)
+        size = check_batch_size(size)
         offline = round(self._fraction * size)
         if offline >= size or not len(self._online):
             batch = self._offline.sample(size, **self._options)

@@ -72,7 +72,7 @@ class ReplayBufferTrainer:
         iterate: bool = False,
     ) -> None:
         _check_buffer(replay_buffer)
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         if memmap:
             raise ValueError(
                 "memmap=True means nothing here: stores on disk keep their rows in mapped files, and batches "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from expstore.core.arguments import check_whole
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.atomic_build import making
@@ -122,7 +122,7 @@ def merge(
         20000
     """
     disk, target = disk or Disk(), local_path(out)
-    if capacity is not None and (capacity := operator.index(capacity)) < 1:
+    if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     found = [store_meant(disk, local_path(path)) for path in paths]
     _check_paths(found)

@@ -5,12 +5,12 @@ Used by the command line. It only opens the store and asks; how rows get other p
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from expstore.core.arguments import check_whole
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.storages.engine.open_settings import Settings
@@ -100,7 +100,7 @@ def planned(
         What would become of it, and what does so; nothing has changed before.
     """
     disk, path = disk or Disk(), local_path(path)
-    if capacity is not None and (capacity := operator.index(capacity)) < 1:
+    if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:
         raise ValueError(f"capacity must be at least 1, got {capacity}")
     Manifest.load(disk, path)  # a new store is not what is asked for
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)

@@ -92,8 +92,7 @@ class RemoteReplayBuffer(LocalOnly):
         priority_key: str = "td_error",
         as_numpy: bool = False,
     ) -> None:
-        if batch_size is not None:
-            check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
             raise RemoteError(
                 f"a {type(sampler).__name__} does not go over a connection", kind="local_only",
@@ -622,8 +621,7 @@ class RemoteReplayBuffer(LocalOnly):
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")
-        check_batch_size(size)
-        return int(size)
+        return check_batch_size(size)
 
 
 class RemoteEpisodes(LocalEpisodes):
@@ -792,9 +790,9 @@ def connect(
         timeout: Seconds that the server may be silent.
         retries: How long a request that is not answered, or is put off, is sent again; None: a minute.
         batch_size: Of `sample` and iteration.
-        sampler: What makes up a batch: a dict with `kind` and parameters, or the name of a sampler that the
-            server keeps; uniform by default. `kind` is "uniform", "prioritized", "slices",
-            "prioritized_slices" or "recency".
+        sampler: What makes up a batch: a dict with `kind` and parameters, a kind such as "prioritized" for
+            its defaults, or the name of a sampler that the server keeps; uniform by default. `kind` is
+            "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
         where: Which rows are drawn: an SQL condition without functions.
         seed: Draw k is then the same for everybody who has this seed, as long as the rows are the same. None:
             the store's own next draw, whoever asks.

@@ -18,6 +18,7 @@ import torch
 from expstore.core.values import Array, IntArray, Key, Mark, Selection, to_key
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler, readable
+from expstore.samplers.names import make_sampler
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
@@ -26,11 +27,14 @@ __all__ = ["AdaptedSampler", "adapt", "chosen", "given"]
 
 
 def adapt(sampler: Any) -> Sampler:
-    """Return a sampler that buffers can draw by: the given one, or one that stands before it.
+    """Return a sampler that buffers can draw by: the given one, one made by its name, or an adapter of it.
 
     Raises:
+        ArgumentError: No sampler has this name, or the sampler has no defaults.
         TypeError: It has no method `sample`.
     """
+    if isinstance(sampler, str):
+        return make_sampler(sampler)
     if not callable(getattr(sampler, "sample", None)):
         raise TypeError(f"a buffer draws by a Sampler, not by {type(sampler).__name__}")
     if isinstance(sampler, Sampler) and _takes_generator(sampler):

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from expstore.core.nearest import suggest
 from expstore.core.values import Array, IntArray, key_name
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
@@ -328,9 +329,19 @@ class Conditions:
         if isinstance(exc, duckdb.OutOfMemoryException):
             return QueryError(f"{self} needs more memory than it may take", kind="memory")
         if needs is not None and isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
-            fields = ", ".join(key_name((needs.tops[key[0]], *key[1:])) for key in needs.schema.keys)
-            facts = ", ".join(f"episode.{name}" for name in FACTS)
-            hint = f"there are the fields {fields}; of each row {', '.join(_ROWS)}; and {facts}"
+            fields = [(needs.tops[key[0]], *key[1:]) for key in needs.schema.keys]
+            known = [tuple(part.lower() for part in key) for key in fields] + [(name,) for name in _ROWS]
+            unknown = sorted(
+                path
+                for path in self._paths
+                if path[0] != "episode" and not any(_meet(k, path) for k in known)
+            )
+            if unknown:
+                name, facts = key_name(unknown[0]), [f"episode.{fact}" for fact in FACTS]
+                return QueryError(
+                    f"{self}: there is no field {name}",
+                    hint=suggest(name, [*map(key_name, fields), *_ROWS, *facts], "the fields are"),
+                )
         return QueryError(f"{self}: {str(exc).strip().splitlines()[0]}", hint=hint)
 
     def __getstate__(self) -> dict[str, Any]:

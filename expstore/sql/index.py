@@ -33,6 +33,7 @@ from expstore.errors import (
 )
 from expstore.sql import delta as delta_tables
 from expstore.sql.delta import Delta, Position
+from expstore.sql.messages import explain_refusal
 from expstore.sql.migrate import create, migrate
 from expstore.sql.result import Result
 from expstore.sql.views import Column, Relations
@@ -56,9 +57,7 @@ CONFIG: dict[str, str | bool | int | float | list[str]] = {
 #: What takes rows from a relation, as an Arrow table.
 Read = Callable[[duckdb.DuckDBPyRelation], Any]
 _LOG_SUFFIXES = (".wal", ".wal.checkpoint", ".wal.recovery")
-_RELATIONS = (
-    "commits, episodes, fragments, meta, priorities, sources, transitions, and with an archive history"
-)
+_RELATIONS = ("commits", "episodes", "fragments", "meta", "priorities", "sources", "transitions")
 
 
 class Index:
@@ -292,7 +291,7 @@ class Index:
             kind = QueryError if act == "query" else StorageError
             return kind(f"DuckDB needs more memory than there is: {text}", kind="memory")
         if act == "query":
-            return QueryError(text, hint=f"the relations are {_RELATIONS}")
+            return QueryError(text)
         return StorageError(f"cannot {act} to the index: {text}")
 
     def _damaged(self) -> CorruptionError:
@@ -509,9 +508,12 @@ def _answer(
     try:
         relation = cursor.sql(statement, params=values)
         return Result(relation.to_arrow_table() if read is None else read(relation))
-    except Exception:
+    except Exception as exc:
         if refused:  # in words of its own DuckDB says that reading a column has failed
             raise refused[0] from None
+        if isinstance(exc, duckdb.BinderException | duckdb.CatalogException):
+            delta_tables.rollback(cursor)
+            raise explain_refusal(exc, cursor, sql, relations.column_names(), _RELATIONS) from exc
         raise
 
 

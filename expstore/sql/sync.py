@@ -22,7 +22,7 @@ from expstore.core import tuning
 from expstore.core.values import Array, IntArray, Window
 from expstore.episodes.log import LogEntry
 from expstore.episodes.segmentation import OPEN
-from expstore.errors import CorruptionError, ExpStoreError, QueryError, StateError
+from expstore.errors import CorruptionError, ExpStoreError, StateError
 from expstore.schema.row_fields import priority_place
 from expstore.sql.row_source import history_of, readable, relations_of
 from expstore.storages.batch import now_us
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from expstore.sql.index import Delta, Index, Result
 
 __all__ = ["Catalog"]
-
-_EPISODE_COLUMNS = (
-    "episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows, info"
-)
 
 _Answer = TypeVar("_Answer")
 _log = logging.getLogger("expstore")
@@ -100,13 +96,7 @@ class Catalog:
         """
         from expstore.sql.views import select_episodes
 
-        query = select_episodes(where, order_by, limit)
-        try:
-            return self.query(query, params)
-        except QueryError as exc:
-            if exc.kind != QueryError.default_kind:
-                raise
-            raise QueryError(exc.message, hint=f"the columns are {_EPISODE_COLUMNS}") from exc
+        return self.query(select_episodes(where, order_by, limit), params)
 
     def _ask(
         self,

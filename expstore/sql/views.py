@@ -156,6 +156,14 @@ class Relations:
             self.history.attach(cursor, sql, refused)
         return refused
 
+    def column_names(self) -> dict[str, list[str]]:
+        """Return the dotted names of all columns of the relations whose views have only some of them."""
+        row, fields, lost = self._split()
+        taken = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
+        tops = call_tops((column.key for column in fields), taken) if self.tops is None else self.tops
+        names = [*(".".join((tops[column.key[0]], *column.key[1:])) for column in fields), *taken]
+        return {"transitions": names, "history": names}
+
     def show(
         self, cursor: duckdb.DuckDBPyConnection, sql: str, table: str, refused: list[ExpStoreError]
     ) -> str:

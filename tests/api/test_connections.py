@@ -154,7 +154,10 @@ def test_a_body_has_its_deadline(server: Serving, path: bytes, dribbling: bool) 
     with connect(server) as one:
         one.sendall(POST.replace(b"extend", path) + b"Content-Length: 100000\r\n\r\n[")
         found, seconds = read_until_closed(one, lambda: b"1" if dribbling else b"")
-    assert error_in(found) == (408, {"kind": "timeout", "message": "the body does not come", "hint": ""})
+    assert error_in(found) == (
+        408,
+        {"kind": "timeout", "message": "the body did not arrive in time", "hint": ""},
+    )
     assert (BODY if dribbling else BODY / 10) * 0.9 < seconds
 
 

@@ -98,6 +98,6 @@ def test_priorities_are_as_many_as_ids(client: httpx.Client, tmp_path: Path) -> 
     for values in ([9.0], [9.0] * 3, []):
         refused = client.post("/v1/stores/run/priorities", json={"ids": [1, 2], "priorities": values})
         assert refused.status_code == 422
-        assert f"2 ids are given {len(values)} priorities" in refused.json()["error"]["message"]
+        assert f"2 ids have {len(values)} priorities" in refused.json()["error"]["message"]
     told = client.post("/v1/stores/run/sql", json={"query": "SELECT priority FROM priorities ORDER BY id"})
     assert [row[0] for row in told.json()["rows"]][:2] == [3.0, 4.0]

@@ -55,6 +55,16 @@ def test_batches_are_those_of_the_store(client: httpx.Client, tmp_path: Path) ->
         assert drawn == [rb.sample(32)["id"].tolist() for _ in range(3)]
 
 
+def test_a_sampler_is_named_for_its_defaults_until_one_is_kept_under_the_name(client: httpx.Client) -> None:
+    post_rows(client, 60).raise_for_status()
+    ours = sample(client, batch_size=9, seed=1, draw=0, sampler="prioritized")
+    theirs = sample(client, batch_size=9, seed=1, draw=0, sampler={"kind": "prioritized"})
+    assert ours["id"].tolist() == theirs["id"].tolist()
+    kept = {"sampler": {"kind": "without_replacement", "shuffle": False}}
+    client.put(f"{RUN}/samplers/prioritized", json=kept).raise_for_status()
+    assert sample(client, batch_size=9, sampler="prioritized")["id"].tolist() == [*range(1, 10)]
+
+
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("spec", "sampler"),

@@ -94,8 +94,8 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, tmp_path / "none") == (2, {
-        "kind": "not_found", "message": f"{tmp_path}/none is no store, and no folder of stores",
-        "hint": "make it first",
+        "kind": "not_found", "message": f"{tmp_path}/none is neither a store nor a folder of stores",
+        "hint": "create it first",
     })  # fmt: skip
     code, error = refusal(capsys, tmp_path, "--host", "0.0.0.0", "--port", 0)
     assert (code, error["kind"]) == (2, "unprotected")

@@ -337,7 +337,7 @@ def test_info_for_people(cli: Cli, store: Path) -> None:
     assert "0 open, 2 terminated, 0 truncated, 1 cut" in done.out
     assert "closed" in done.out
     assert "next.reward" in done.out
-    assert "free: enough for all of the ring" in done.out
+    assert "free: enough for the whole capacity" in done.out
 
 
 def test_info_says_for_how_many_rows_there_is_room(
@@ -355,10 +355,10 @@ def test_info_says_for_how_many_rows_there_is_room(
         assert facts["million_rows_bytes"] == pytest.approx(10_036_000_000, rel=1e-3)
     assert (ring["ring_fits"], endless["ring_fits"]) == (False, None)
     done = cli("info", tmp_path / "ring", tmp_path / "endless")
-    assert "1 MB free: room for 99 more rows, not for all of the ring\n" in done.out
+    assert "1 MB free: room for 99 more rows, not for the whole capacity\n" in done.out
     assert "1 MB free: room for 99 more rows\n" in done.out
     monkeypatch.setattr(Disk, "free", lambda disk, path: 90_000_000)  # 4096 spare slots, too
-    assert "90 MB free: enough for all of the ring" in cli("info", tmp_path / "ring").out
+    assert "90 MB free: enough for the whole capacity" in cli("info", tmp_path / "ring").out
 
 
 def test_info_counts_as_the_store_does(cli: Cli, store: Path) -> None:

@@ -39,7 +39,7 @@ def test_fields_come_and_go(cli: Cli, store: Path, make_batch: Make) -> None:
         assert rb["pair"][-1].tolist() == [3, 4]
         assert (rb["late"] == 0.5).all()
     code, out, _ = cli("drop-column", store, "next.deep.value")
-    assert (code, out) == (0, f"{store} has no field next.deep.value any more\n")
+    assert (code, out) == (0, f"{store} no longer has the field next.deep.value\n")
     code, out, _ = cli("drop-column", store, "late", "--json")
     assert (code, json.loads(out)) == (0, {"path": str(store), "field": "late", "rows": 35})
     with expstore.open(store) as rb:
@@ -51,11 +51,11 @@ def test_fields_come_and_go(cli: Cli, store: Path, make_batch: Make) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
-        (("add-column", "STORE", "x"), 2, "give one of both"),
-        (("add-column", "STORE", "x", "--fill", "1", "--sql", "1"), 2, "give one of both"),
-        (("add-column", "STORE", "x", "--fill", "one"), 2, "is no number"),
-        (("add-column", "STORE", "x", "--fill", "1", "--shape", "a"), 2, "no list of sizes"),
-        (("add-column", "STORE", "x", "--sql", "nothing"), 2, "there are the fields"),
+        (("add-column", "STORE", "x"), 2, "field x has no value: pass --fill VALUE or --sql EXPRESSION"),
+        (("add-column", "STORE", "x", "--fill", "1", "--sql", "1"), 2, "field x has two values"),
+        (("add-column", "STORE", "x", "--fill", "one"), 2, "is not a number"),
+        (("add-column", "STORE", "x", "--fill", "1", "--shape", "a"), 2, "not a list of sizes"),
+        (("add-column", "STORE", "x", "--sql", "nothing"), 2, "the fields are"),
         (("add-column", "STORE", "action", "--fill", "1"), 2, "already"),
         (("add-column", "NOTHING", "x", "--fill", "1"), 2, "not a store"),
         (("drop-column", "STORE", "x"), 2, "no field 'x'"),

@@ -47,7 +47,7 @@ def test_a_data_set_from_fetch_to_delete(
     assert not (cache / "d4rl" / "hopper-medium-v2").exists()
     capsys.readouterr()
     assert run(["datasets", "delete", NAME]) == 2
-    assert "is not here: there is no store" in capsys.readouterr().err
+    assert "is not downloaded: there is no store" in capsys.readouterr().err
 
 
 def test_a_source_and_a_root(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_names_are_listed(cache: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(["datasets", "list", "atari", "--available"]) == 0
     assert len(capsys.readouterr().out.split()) == 250
     assert run(["datasets", "list", "--available"]) == 2
-    assert "say of which collection: atari" in capsys.readouterr().err
+    assert "choose a collection: atari" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("prefix", ["lerobot", "RLDS"])
@@ -94,7 +94,7 @@ def test_a_collection_without_a_list_says_so(
     cache: Path, capsys: pytest.CaptureFixture[str], prefix: str
 ) -> None:
     assert run(["datasets", "list", prefix, "--available"]) == 0
-    told = f"any id can be asked for: expstore datasets fetch {prefix.lower()}:ID"
+    told = f"fetch an id with: expstore datasets fetch {prefix.lower()}:ID"
     assert told in capsys.readouterr().out
     assert run(["datasets", "list", prefix, "--available", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []

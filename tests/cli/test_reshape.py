@@ -42,7 +42,7 @@ def test_resize(tmp_path: Path, cli: Cli) -> None:
     code, out, _ = cli("resize", path, "--unbounded")
     assert (code, out) == (0, f"{path} holds 12 rows; capacity unbounded, before 12\n")
     code, out, _ = cli("resize", path, "--capacity", 5, "--yes")
-    assert out == f"{path} holds 5 rows, 7 are given up; capacity 5, before unbounded\n"
+    assert out == f"{path} holds 5 rows, 7 were deleted; capacity 5, before unbounded\n"
 
 
 def test_resize_asks_before_rows_are_given_up(
@@ -51,7 +51,7 @@ def test_resize_asks_before_rows_are_given_up(
     path = make(tmp_path / "run.exp", ROWS)
     code, _, err = cli("resize", path, "--capacity", 12)
     assert code == 2  # nobody is there to be asked
-    assert "18 of 30 rows do not fit and are given up; say --yes if that is meant" in err
+    assert "18 of 30 rows do not fit and will be deleted; pass --yes to delete them" in err
     asked: list[str] = []
 
     def answer(text: str, **_: object) -> None:
@@ -65,7 +65,7 @@ def test_resize_asks_before_rows_are_given_up(
     assert capacity_of(path) is None
     assert cli("resize", path, "--capacity", 12)[0] == 0
     assert capacity_of(path) == 12
-    assert asked == ["18 of 30 rows do not fit and are given up. Go on?"] * 2
+    assert asked == ["18 of 30 rows do not fit and will be deleted. Continue?"] * 2
     assert cli("resize", path, "--capacity", 90)[0] == 0  # nothing is lost: nothing is asked
     assert len(asked) == 2
 
@@ -74,7 +74,7 @@ def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
     path = make(tmp_path / "run.exp", ROWS)
     for arguments in ((), ("--capacity", 5, "--unbounded")):
         code, _, err = cli("resize", path, *arguments)
-        assert (code, "say either this or --unbounded" in err) == (2, True)
+        assert (code, "pass either --capacity N or --unbounded" in err) == (2, True)
     assert cli("resize", tmp_path / "no.exp", "--unbounded")[0] == 2
     assert os.listdir(tmp_path) == ["run.exp"]
     with expstore.open(path):

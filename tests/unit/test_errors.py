@@ -10,6 +10,7 @@ import pytest
 from expstore import errors
 
 BASES = {
+    "ArgumentError": (errors.ExpStoreError, TypeError, "argument"),
     "SchemaError": (errors.ExpStoreError, ValueError, "schema"),
     "StackError": (errors.SchemaError, RuntimeError, "stack"),
     "PriorityError": (errors.ExpStoreError, ValueError, "priority"),

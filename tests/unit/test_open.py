@@ -440,13 +440,13 @@ def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 _WRONG: list[dict[str, Any]] = [
-    {"sampler": "prioritized"},
+    {"sampler": 3},
     {"writer": 3},
     {"batches": {"generator": 3}},
     {"batches": {"device": "no-such-device"}},
     {"schema": {"a": str}},
     {"schema": {"a": "float32"}, "episodes": {"traj": "b"}},
-    {"capacity": 3, "archive": "old.exp", "sampler": "prioritized"},
+    {"capacity": 3, "archive": "old.exp", "sampler": 3},
 ]
 
 
@@ -471,7 +471,7 @@ def test_w_that_fails_brings_the_old_store_back(store_path: Path) -> None:
         rb.extend(numbered_rows(4, key="a"))
         uuid = rb.storage.description.uuid
     with pytest.raises(TypeError, match="Sampler"):
-        expstore.open(store_path, mode="w", sampler="prioritized")  # type: ignore[arg-type]
+        expstore.open(store_path, mode="w", sampler=3)  # type: ignore[arg-type]
     assert os.listdir(store_path.parent) == [store_path.name]
     with expstore.open(store_path) as rb:
         assert (rb.storage.description.uuid, len(rb)) == (uuid, 4)
@@ -481,7 +481,7 @@ def test_a_store_that_is_there_stays_where_an_opening_fails(store_path: Path) ->
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
     with pytest.raises(TypeError, match="Sampler"):
-        expstore.open(store_path, sampler="prioritized")  # type: ignore[arg-type]
+        expstore.open(store_path, sampler=3)  # type: ignore[arg-type]
     with expstore.open(store_path) as rb:
         assert len(rb) == 4
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from expstore.core.arguments import check_whole
 from expstore.core.geometry import check_ndim, round_up
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Key, to_key
@@ -247,7 +248,7 @@ def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settin
         refuse_objects(settings.schema)
         check_specs(settings.specs, settings.schema)
     if capacity is not None:
-        capacity = operator.index(capacity)
+        capacity = check_whole("capacity", capacity)
         if settings.retain:
             raise ValueError(f"with capacity={capacity} the last rows stay; leave it out, or retain")
     given: object = settings.archive

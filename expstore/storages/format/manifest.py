@@ -46,6 +46,14 @@ UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "expstore.json"
 #: So many gaps are written as pairs that somebody can read.
 _LISTED = 64
+_STORES_LISTED = 10
+
+
+def _stores_in(disk: Disk, folder: Path) -> str:
+    """Return the hint for a folder that is not a store, but has stores in it."""
+    names = disk.names(folder) if disk.is_dir(folder) else []
+    stores = sorted(name for name in names if disk.exists(folder / name / MANIFEST))
+    return f"the stores in it are {', '.join(stores[:_STORES_LISTED])}" if stores else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +184,12 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not disk.exists(path):
-            raise NotFoundError(f"{folder} is not a store: it has no {MANIFEST}")
+            raise NotFoundError(
+                f"{folder} is not a store: it has no {MANIFEST}"
+                if disk.exists(folder)
+                else f"{folder} is not a store: there is no such folder",
+                hint=_stores_in(disk, folder),
+            )
         return cls.unpack(disk.read_whole(path), str(path))
 
     @classmethod

@@ -451,7 +451,7 @@ def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
         (SchemaError, "returned a list", {"name": "x", "function": lambda batch: [1]}),
         (SchemaError, "expected", {"name": "x", "function": lambda b: b["observation"], "shape": 2}),
         (QueryError, "no SQL expression", {"name": "x", "sql": "1 +"}),
-        (QueryError, "there are the fields", {"name": "x", "sql": "nothing + 1"}),
+        (QueryError, "the fields are", {"name": "x", "sql": "nothing + 1"}),
         (QueryError, "is NULL for the row", {"name": "x", "sql": "CASE WHEN action > 350 THEN 1 END"}),
         (QueryError, "of which there is no field", {"name": "x", "sql": "'text'"}),
         (
@@ -739,7 +739,7 @@ def test_followers_see_other_fields(store_path: Path, monkeypatch: pytest.Monkey
             assert len(reader) == 120
         assert seen.episodes().fetchall() == rb.episodes().fetchall()
         rb.columns.drop("observation")
-        with pytest.raises(QueryError, match="there are the fields"):
+        with pytest.raises(QueryError, match="the fields are"):
             picky.refresh()
         assert seen.sample()["late"].shape == (8,)
     with expstore.open(store_path, mode="r", batch_size=8) as seen:  # nobody writes

@@ -1,0 +1,48 @@
+"""The names that somebody may have meant by a name that does not exist.
+
+Used by error messages.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable
+
+__all__ = ["list_nearest_first", "nearest", "suggest"]
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like a name; None: no name is like it.
+
+    A name whose last part, after a dot, is the whole name is nearest: `reward` finds `next.reward`.
+
+    >>> nearest("rewrd", ["action", "next.reward"])
+    'next.reward'
+    """
+    lowered = name.lower()
+    texts = {text.lower(): text for text in known}
+    last = {text.rpartition(".")[2]: text for text in reversed(texts)}
+    for candidates in (texts, last):
+        if lowered in candidates:
+            return texts.get(candidates[lowered].lower())
+    for candidates in (texts, last):
+        if found := difflib.get_close_matches(lowered, candidates, 1, 0.6):
+            return texts.get(candidates[found[0]].lower())
+    return None
+
+
+def suggest(name: str, known: Collection[str], what: str) -> str:
+    """Return the hint of an error about an unknown name: the nearest name, if one is near, and all names.
+
+    >>> suggest("rewrd", ["action", "next.reward"], "the fields are")
+    'did you mean next.reward? The fields are next.reward, action'
+    """
+    found = nearest(name, known)
+    listed = f"{what} {', '.join(list_nearest_first(name, known))}"
+    return f"did you mean {found}? {listed[0].upper()}{listed[1:]}" if found else listed
+
+
+def list_nearest_first(name: str, known: Collection[str]) -> list[str]:
+    """Return the known names, the one that is most like a name first."""
+    found = nearest(name, known)
+    return [*([found] if found else []), *(text for text in known if text != found)]

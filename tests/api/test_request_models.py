@@ -1,0 +1,64 @@
+"""What is said of requests that no model takes: never pydantic's words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from pydantic import Field, ValidationError
+
+from expstore.api.request_models import RequestModel, explain_request
+from expstore.api.routes.query import Question
+from expstore.api.routes.read import Ids
+from expstore.api.routes.sample import Asked, AskedStream, NamedSampler
+from expstore.api.routes.snapshots import Tag, Which
+from expstore.api.routes.write import Ending, NewStore, Priorities, Resuming
+from expstore.api.samplers import AnySpec
+
+MODELS = [Asked, AskedStream, NamedSampler, Question, Ids, Tag, Which, Ending, NewStore, Priorities, Resuming]
+WRONG: list[Any] = [
+    -1, 0, 1 << 70, 1.5, float("inf"), "", "?", "x" * 20_000, [], [None], {}, {"a": 1}, True,
+    {"kind": "none"}, {"kind": "slices", "slice_len": -1}, ["a"], [1.5], None,
+]  # fmt: skip
+PYDANTIC = re.compile(
+    r"Input should|Field required|Extra inputs|should have|valid|/docs|tagged-union|constrained"
+)
+
+
+def explain(model: type[RequestModel], body: Any) -> tuple[str, str] | None:
+    try:
+        model.model_validate(body)
+    except ValidationError as exc:
+        errors = [{**error, "loc": ("body", *error["loc"])} for error in exc.errors()]
+        return explain_request(errors, body)
+    return None
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_wrong_value_of_every_field_has_words_of_ours(model: type[RequestModel]) -> None:
+    refused = 0
+    for name in model.model_fields:
+        for value in WRONG:
+            told = explain(model, {name: value})
+            if told is not None:
+                refused += 1
+                assert not PYDANTIC.search(" ".join(told)), told
+                assert len(" ".join(told)) < 400
+    assert refused
+
+
+def test_the_place_is_the_one_that_the_client_wrote() -> None:
+    class Deep(RequestModel):
+        parts: list[dict[str, AnySpec]] = Field(max_length=2)
+
+    body = {"parts": [{}, {"a": {"kind": "prioritized", "beta": 99}}]}
+    assert explain(Deep, body) == ("parts.1.a.beta is 99", "use a number of at most 10")
+    body = {"parts": [{}, {"a": {"kind": "prioritized", "bta": 99}}]}
+    told = explain(Deep, body)
+    assert told is not None
+    assert told[0] == "there is no field parts.1.a.bta"
+    assert told[1].startswith("did you mean beta? The fields are beta, ")
+    assert explain(Deep, {"parts": [{}] * 3}) == ("parts is [{}, {}, {}]", "use at most 2 items")
+    assert explain(Deep, {}) == ("parts is missing", "add it")
+    assert explain(Deep, []) == ("the body is []", "use a JSON object")
