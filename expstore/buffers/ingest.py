@@ -31,7 +31,6 @@ from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
-from expstore.samplers.base import Sampler
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
@@ -164,7 +163,12 @@ class Ingest(StorePart):
     def attach(self, storage: ReadView) -> None:
         """Write to a storage from now on; what was known of the former schema is dropped."""
         self.writer.register_storage(storage)
+        self.writer.tell_writes(self._tell_sampler)
         self._readers = None
+
+    def _tell_sampler(self, ids: IntArray) -> None:
+        """Tell the sampler of rows that the writer was given without this object."""
+        self._sampling.sampler.on_write(ids)
 
     def leave_parent(self) -> None:
         """Drop what is known of the schema."""
@@ -184,6 +188,7 @@ class Ingest(StorePart):
             raise TypeError(f"rows are placed by a Writer, not by {type(writer).__name__}")
         storage = self._store.storage
         writer.register_storage(storage)
+        writer.tell_writes(self._tell_sampler)
         with storage.lock:
             former, self.writer = self.writer, writer
         return former
@@ -386,7 +391,7 @@ class Ingest(StorePart):
         """
         sampler, writer = self._sampling.sampler, type(self.writer)
         return (
-            type(sampler).on_write is Sampler.on_write
+            not sampler.hears_writes
             and writer.write is RoundRobinWriter.write
             and writer.check is Writer.check
             and self._limiter is None

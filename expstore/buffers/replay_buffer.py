@@ -190,8 +190,9 @@ class ReplayBuffer:
 
     def extend(
         self,
-        data: Any,
+        data: Any = None,
         *,
+        tensordicts: Any = None,
         source: str | None = None,
         return_ids: bool = False,
         episode_info: Mapping[str, Any] | None = None,
@@ -219,6 +220,7 @@ class ReplayBuffer:
                 by `expstore.open` all batch dims make rows: time is the dim named "time", else the last one,
                 and each place along the others is a stream of its own. Elsewhere the first `ndim` dims make
                 rows, and `dim_extend` is time.
+            tensordicts: `data`, under the name that TorchRL's TensorDictReplayBuffer has for it.
             source: Name of the stream of experience, within the session. None: the session's unnamed stream.
                 Rows of two sessions never share an episode: after a restart the same name begins new
                 episodes, unless `episodes.resume` adopts the former ones. Writers that alternate row by row
@@ -242,10 +244,15 @@ class ReplayBuffer:
 
         Raises:
             SchemaError: The batch does not fit the store or its specs, or JSON has no form for a fact.
+            TypeError: Both `data` and `tensordicts` are given.
             StateError: The store is closed or cannot be written; it has no specs to validate by; the key is
                 that of another write (kind "key_reused"); or the writer keeps no keys (kind "no_keys").
             StorageError: The disk failed; nothing was appended.
         """
+        if tensordicts is not None:
+            if data is not None:
+                raise TypeError("data and tensordicts are the same argument; give one of them")
+            data = tensordicts
         options = self._ingest.options(
             source=source, episode_info=episode_info, update_priority=update_priority, validate=validate,
             idempotency_key=idempotency_key, digest=digest, session=session, return_ids=return_ids,
@@ -991,8 +998,9 @@ class ReplayBuffer:
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
-        return self._store.current().write_count
+        """The number of rows that were ever written; of time, where `ndim` is larger than 1."""
+        storage = self._store.current()
+        return storage.write_count // storage.geometry.lanes
 
     @property
     def initialized(self) -> bool:

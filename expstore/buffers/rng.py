@@ -9,9 +9,9 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
+from expstore.core.draws import Draws, Turn
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
@@ -19,70 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Draws", "GivenDraws", "Turn", "set_state"]
 
-#: The two upper words of the counter of one draw: what tells it from every other one.
-Turn = tuple[int, int]
-
 _MASK64 = (1 << 64) - 1
 #: The second word of the key of a generator that was given: no stream has it.
 _GIVEN = 1 << 63
-
-
-class Draws:
-    """Give the random numbers of any draw, in the order of the draws' numbers or any other.
-
-    Philox is counter-based (Salmon et al. 2011): draw k is the same after a restart, whatever came
-    before. The draw is the upper half of the counter, so that draws never overlap. Threads have
-    a generator each.
-
-    Args:
-        seed: Key of all draws; its lower 64 bits count.
-        stream: The key's second word. 0 is the writer's; readers that draw from one store each have
-            another, so that none repeats the batches of another. Its lower 64 bits count.
-    """
-
-    def __init__(self, seed: int, stream: int = 0) -> None:
-        self._key = (seed & _MASK64, stream & _MASK64)
-        self._own = threading.local()
-
-    def generator(self, draw: int, redraw: int = 0) -> np.random.Generator:
-        """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
-        return self.numbers((draw, 0), redraw)
-
-    def numbers(self, turn: Turn, redraw: int = 0) -> np.random.Generator:
-        """Return the numbers of a turn; this thread's next call moves the same generator."""
-        own = self._own
-        if not hasattr(own, "generator"):
-            own.bits = np.random.Philox(key=np.zeros(2, np.uint64))
-            own.state = own.bits.state  # set again, it takes a tenth of the time of a new generator
-            own.generator = np.random.Generator(own.bits)
-        state = own.state["state"]
-        state["key"][:] = self._key
-        state["counter"][:] = (0, redraw, *turn)
-        own.bits.state = own.state
-        generator: np.random.Generator = own.generator
-        return generator
-
-    # -- turns ahead of time: one thread at a time, which then hands out every turn it took, or none ------
-
-    def next(self, draws: DrawState) -> Turn:
-        """Count a batch handed out, and return its turn."""
-        return draws.next(), 0
-
-    def ahead(self, draws: DrawState, number: int) -> Turn:
-        """Return the turn after `number` others that were taken ahead and are not handed out yet."""
-        return draws.number + number, 0
-
-    def hand_out(self, draws: DrawState) -> None:
-        """Count the oldest turn taken ahead as handed out."""
-        draws.next()
-
-    def give_back(self) -> None:
-        """Drop the turns that were taken ahead and not returned."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether turns taken ahead are still those that would be taken now."""
-        return True
 
 
 class GivenDraws(Draws):

@@ -17,7 +17,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import reduce_to_anchors
 from expstore.core.geometry import RingGeometry
-from expstore.core.values import Array, Key, Selection, key_name, to_key
+from expstore.core.values import Array, Key, Selection, to_key
 from expstore.errors import SchemaError
 from expstore.samplers.base import Sampler
 from expstore.schema.schema import Schema
@@ -102,13 +102,17 @@ class TensorDictReplayBuffer(ReplayBuffer):
 
         Args:
             data: A sample with `priority_key` added. Shape of that entry `(n,)` or `(n, 1)`. Of sequences
-                the anchors' priorities are set, each to the largest of its valid rows.
+                the anchors' priorities are set, each to the largest of its valid rows. Without that entry
+                the rows get the priority of new rows if the sampler draws by priority; otherwise nothing is
+                set.
         """
         with_ids, sampling = self._style.with_ids, self._sampling
         key, name = to_key(self.priority_key), "id" if with_ids else "index"
         priority = data.get(key)
         if priority is None:
-            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+            if not sampling.sampler.prioritized:
+                return 0
+            priority = torch.full(data.shape[:1], self.storage.priorities.largest)
         rows = data.get(f"anchor_{name}") if sampling.unit is not None else None
         if rows is None:
             rows = data.get(name)

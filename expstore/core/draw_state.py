@@ -162,6 +162,11 @@ class DrawState:
         else:
             self._source = weakref.ref(source)
 
+    @property
+    def source(self) -> RandomnessSource | None:
+        """What draws with a generator of the user's; None: draws follow from the seed."""
+        return self._source()
+
     def note_randomness(self) -> Randomness | None:
         """Ask for the state of the user's generator, and return what a restart needs."""
         source = self._source()

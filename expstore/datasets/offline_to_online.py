@@ -112,7 +112,7 @@ class OfflineToOnlineReplayBuffer:
             online_storage = LazyTensorStorage(online_capacity)
         self._online = ReplayBuffer(storage=online_storage)
         self._offline = offline_dataset
-        self._fraction = self._base = offline_fraction
+        self._offline_fraction = self._base_offline_fraction = offline_fraction
         self._batch_size = batch_size
         self._as_numpy = as_numpy
         # Rows are joined as tensors, also if the data set returns NumPy arrays by default.
@@ -143,7 +143,7 @@ class OfflineToOnlineReplayBuffer:
         if size is None:
             raise ValueError("batch_size must be provided either in __init__ or sample().")
         size = check_batch_size(size)
-        offline = round(self._fraction * size)
+        offline = round(self._offline_fraction * size)
         if offline >= size or not len(self._online):
             batch = self._offline.sample(size, **self._options)
         elif not offline:
@@ -180,12 +180,12 @@ class OfflineToOnlineReplayBuffer:
             raise ValueError(
                 f"total_steps is the step at which nothing is left, at least 1, not {total_steps}"
             )
-        self._fraction = self._base * min(1.0, max(0.0, 1.0 - step / total_steps))
+        self._offline_fraction = self._base_offline_fraction * min(1.0, max(0.0, 1.0 - step / total_steps))
 
     @property
     def offline_fraction(self) -> float:
         """Which part of a batch is of the data set now."""
-        return self._fraction
+        return self._offline_fraction
 
     @property
     def offline_buffer(self) -> Any:
@@ -203,7 +203,7 @@ class OfflineToOnlineReplayBuffer:
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}(offline={type(self._offline).__name__}, "
-            f"offline_fraction={self._fraction:.3f}, online_size={len(self._online)}, "
+            f"offline_fraction={self._offline_fraction:.3f}, online_size={len(self._online)}, "
             f"batch_size={self._batch_size})"
         )
 

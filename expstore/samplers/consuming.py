@@ -111,7 +111,7 @@ class ConsumingSampler(Sampler):
                 break
         return left
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` rows, or as many as are left, and count them.
 
         Raises:

@@ -85,8 +85,10 @@ class PrioritizedSampler(Sampler):
             raise ValueError(f"reduction {reduction!r} is unknown; use one of {', '.join(_REDUCE)}")
         if not (math.isfinite(eps) and eps >= 0):
             raise ValueError(f"eps must be a number >= 0, got {eps}")
+        self._max_capacity = max_capacity
         self._eps = float(eps)
-        self._dtype = dtype
+        #: Of the weights.
+        self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = max_priority_within_buffer
         self._lock = threading.Lock()
@@ -115,6 +117,22 @@ class PrioritizedSampler(Sampler):
     def beta(self, value: float) -> None:
         self._beta = _exponent("beta", value)
 
+    @property
+    def max_size(self) -> int:
+        """The number of rows to expect, as given; otherwise the largest number that the storage keeps."""
+        return self._require_storage().max_size if self._max_capacity is None else self._max_capacity
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree is kept: in host memory."""
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """The priority of new rows: the largest so far, 1 before any was set or without a storage."""
+        storage = None if self._attached is None else self._attached()
+        return super().default_priority if storage is None else float(storage.priorities.largest)
+
     def attach(self, storage: ReadView) -> None:
         """Follow the priorities of a storage.
 
@@ -134,7 +152,7 @@ class PrioritizedSampler(Sampler):
         reduced: Array = _REDUCE[self.reduction](priorities.reshape(priorities.shape[0], -1), axis=1)
         return reduced
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows, with replacement.
 
         Raises:
@@ -160,7 +178,7 @@ class PrioritizedSampler(Sampler):
 
     def _undo_bias(self, chances: Array) -> Array:
         """Return the weights of rows with these chances, in units of the smallest. Shapes `(n,)`."""
-        weights: Array = (chances**-self._beta).astype(_WEIGHTS[self._dtype])
+        weights: Array = (chances**-self._beta).astype(_WEIGHTS[self.dtype])
         return weights
 
     # -- the tree --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from expstore.samplers.prioritized import PrioritizedSampler, Reduction
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
+    SlicingNames,
     Span,
     none_is_long_enough,
     trajectory_fields,
@@ -38,7 +39,7 @@ __all__ = ["PrioritizedSliceSampler"]
 _TRIES = 3
 
 
-class PrioritizedSliceSampler(PrioritizedSampler):
+class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
     """Draw slices, of which row i is the first with probability p_i^alpha / sum of p_j^alpha.
 
     The sum is over the rows at which a slice can begin; p is priority + eps. A slice is made of steps of one
@@ -125,7 +126,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         self._starts = _Starts()
         super().attach(storage)
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose slices of `batch_size` rows together, with replacement.
 
         Raises:
@@ -172,7 +173,7 @@ class PrioritizedSliceSampler(PrioritizedSampler):
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose slices in the place of some that were overwritten while they were read."""
-        return self.sample(storage, selection.asked, generator)
+        return self.select(storage, selection.asked, generator)
 
     def _follow(self, storage: ReadView, runs: Runs, least: int) -> SumTree:
         """Return a tree in which rows at which a slice can begin have their weights, all others none."""

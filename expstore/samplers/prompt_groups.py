@@ -127,7 +127,7 @@ class PromptGroupSampler(Sampler):
         needs = self.strategy in ("reward", "variance")
         return frozenset(map(to_key, [self.group_key, *([self.reward_key] if needs else [])]))
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose groups, and rows of each.
 
         Raises:

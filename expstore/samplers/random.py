@@ -58,7 +58,7 @@ class RandomSampler(Sampler):
         if self.filter is not None:
             warm()
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:

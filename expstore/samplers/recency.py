@@ -107,7 +107,7 @@ class RecencySampler(Sampler):
             raise ValueError(f"newest must be a number of rows >= 1, or None, got {value}")
         self._newest = None if value is None else int(value)
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:

@@ -16,9 +16,10 @@ from expstore.core.values import IntArray, Key, Mark, Selection, to_key
 from expstore.errors import NotReadyError, StateError
 
 if TYPE_CHECKING:
+    from expstore.samplers.keyed_trajectories import Trajectories
     from expstore.storages.run_index import Runs
 
-__all__ = ["NestedKey", "Slicing", "Span", "none_is_long_enough", "trajectory_fields"]
+__all__ = ["NestedKey", "Slicing", "SlicingNames", "Span", "none_is_long_enough", "trajectory_fields"]
 
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
@@ -229,6 +230,61 @@ class Slicing:
         if self.init_key is not None:
             marks.append(Mark(self.init_key, flags(begins), new=False))
         return marks
+
+
+class SlicingNames:
+    """The names by which TorchRL's samplers of slices tell their settings.
+
+    Subclasses have `slicing` and `_trajectories`.
+    """
+
+    slicing: Slicing
+    _trajectories: Trajectories
+
+    @property
+    def num_slices(self) -> int | None:
+        """The number of slices in a batch; None: it follows from `slice_len`."""
+        return self.slicing.num_slices
+
+    @property
+    def slice_len(self) -> int | None:
+        """The number of steps in a slice; None: it follows from `num_slices`."""
+        return self.slicing.slice_len
+
+    @property
+    def span(self) -> tuple[bool | int, bool | int]:
+        """The number of steps that a slice may lack at its left and at its right."""
+        return self.slicing.span
+
+    @property
+    def strict_length(self) -> bool:
+        """Whether trajectories that are shorter than a slice are left out."""
+        return self.slicing.strict_length
+
+    @property
+    def pad_output(self) -> bool:
+        """Whether short slices are filled up with their last row."""
+        return self.slicing.pad_output
+
+    @property
+    def truncated_key(self) -> NestedKey | None:
+        """The field in which batches mark the ends of slices; None: there is no such field."""
+        return _short(self.slicing.truncated_key)
+
+    @property
+    def init_key(self) -> NestedKey | None:
+        """The field in which batches mark the first steps of slices; None: there is no such field."""
+        return _short(self.slicing.init_key)
+
+    @property
+    def traj_key(self) -> NestedKey | None:
+        """The field that names trajectories, as given; None: slices follow the store's episodes."""
+        return _short(self._trajectories.name)
+
+
+def _short(key: Key | None) -> NestedKey | None:
+    """Return a key as users write it."""
+    return key if key is None or len(key) > 1 else key[0]
 
 
 def none_is_long_enough(lengths: IntArray, length: int) -> NotReadyError:

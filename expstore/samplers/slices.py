@@ -20,6 +20,7 @@ from expstore.samplers.keyed_trajectories import Trajectories
 from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
+    SlicingNames,
     Span,
     none_is_long_enough,
     trajectory_fields,
@@ -38,7 +39,7 @@ __all__ = ["Law", "SliceSampler"]
 Law = Literal["trajectory", "start"]
 
 
-class SliceSampler(Sampler):
+class SliceSampler(SlicingNames, Sampler):
     """Draw slices of episodes, with replacement: steps that follow one another, in one batch dim.
 
     A slice follows its episode wherever the rows lie: through interleaved workers and lanes, the end of the
@@ -140,7 +141,7 @@ class SliceSampler(Sampler):
         super().attach(storage)
         load_in_background(_compile_loops)
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose slices of `batch_size` rows together.
 
         Raises:
@@ -207,7 +208,7 @@ class SliceSampler(Sampler):
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
     ) -> Selection:
         """Choose slices in the place of some that were overwritten while they were read."""
-        return self.sample(storage, selection.asked, generator)
+        return self.select(storage, selection.asked, generator)
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return in how many places a slice can begin, whatever `where` says."""

@@ -16,7 +16,13 @@ from expstore.core.torchrl_keywords import SLICES_WITHOUT_REPLACEMENT, check_key
 from expstore.core.values import IntArray, Selection
 from expstore.samplers.filter import Where
 from expstore.samplers.keyed_trajectories import Trajectories
-from expstore.samplers.slice_options import NestedKey, Slicing, none_is_long_enough, trajectory_fields
+from expstore.samplers.slice_options import (
+    NestedKey,
+    Slicing,
+    SlicingNames,
+    none_is_long_enough,
+    trajectory_fields,
+)
 from expstore.samplers.start_candidates import Candidates
 from expstore.samplers.trajectory_weights import RunWeights
 from expstore.samplers.without_replacement import SamplerWithoutReplacement
@@ -28,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["SliceSamplerWithoutReplacement"]
 
 
-class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
+class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
     """Draw one slice of every trajectory per pass, in a new order each time, beginning anywhere in it.
 
     No trajectory comes twice in a batch; a batch has fewer slices than asked for where the pass ends. A pass
@@ -102,7 +108,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
         filter = self.filter
         self._candidates = None if filter is None else Candidates(filter, alike=True)
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose a slice of each of the next trajectories of the pass.
 
         Raises:
@@ -149,7 +155,7 @@ class SliceSamplerWithoutReplacement(SamplerWithoutReplacement):
                 places = self._placed(self._key, number, size, np.arange(begin, begin + count))
                 again = self._slices(storage, runs, places, length, selection.asked, generator)
                 return replace(again, progress=selection.progress)
-        return self.sample(storage, selection.asked, generator)
+        return self.select(storage, selection.asked, generator)
 
     def _count(self, storage: ReadView, runs: Runs, length: int) -> int:
         """Return how many trajectories make a slice, as of now."""

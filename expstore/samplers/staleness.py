@@ -246,7 +246,7 @@ class StalenessAwareSampler(Sampler):
 
     # -- drawing ---------------------------------------------------------------------------------
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose `batch_size` readable rows.
 
         Raises:

@@ -122,7 +122,7 @@ class StreamingSliceSampler(SliceSampler):
         if kind != self._kind and not storage.follows:
             storage.draws.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and others.
 
         Raises:

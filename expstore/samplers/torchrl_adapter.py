@@ -17,7 +17,7 @@ import torch
 
 from expstore.core.values import Array, IntArray, Key, Mark, Selection, to_key
 from expstore.errors import StateError
-from expstore.samplers.base import Sampler, readable
+from expstore.samplers.base import Sampler, call_with_storage, is_written, readable, tell_write
 from expstore.samplers.names import make_sampler
 
 if TYPE_CHECKING:
@@ -97,19 +97,14 @@ class AdaptedSampler(Sampler):
     @property
     def prioritized(self) -> bool:  # type: ignore[override]
         """Whether priorities that come with new rows are to be taken in."""
-        return _has(self.sampler, "update_priority")
+        return is_written(self.sampler, "update_priority")
 
     @property
     def ran_out(self) -> bool:
         """Whether the object had run out of rows with the last batch that was handed out."""
         return self._ran_out
 
-    def attach(self, storage: ReadView) -> None:
-        """Be told which storage it will sample from."""
-        super().attach(storage)
-        self._storage = storage
-
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose rows by asking the object.
 
         Raises:
@@ -142,7 +137,7 @@ class AdaptedSampler(Sampler):
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether the object could choose so many rows now."""
-        if _has(self.sampler, "can_sample"):
+        if is_written(self.sampler, "can_sample"):
             return bool(self.sampler.can_sample(storage, batch_size))
         return len(storage) > 0
 
@@ -157,45 +152,34 @@ class AdaptedSampler(Sampler):
         return priorities.reshape(-1)
 
     def on_write(self, ids: IntArray) -> None:
-        """Tell the object the indices of new rows."""
-        numbers = _index(self._storage, ids)
+        """Call the object's hooks for new rows."""
         with self._lock:
-            if _has(self.sampler, "extend") and (numbers.size > 1 or not _has(self.sampler, "add")):
-                self.sampler.extend(torch.from_numpy(numbers))
-            elif _has(self.sampler, "add"):
-                for number in numbers.tolist():
-                    self.sampler.add(number)
+            tell_write(self.sampler, self._require_storage(), ids)
 
     def on_priority_update(self, storage: ReadView, ids: IntArray, priorities: Array) -> None:
         """Tell the object priorities."""
-        if _has(self.sampler, "update_priority"):
+        if is_written(self.sampler, "update_priority"):
             here = storage.window.holds(ids)
             index = torch.from_numpy(_index(storage, ids[here]))
             values = torch.from_numpy(np.array(np.broadcast_to(priorities, ids.shape)[here], np.float32))
             with self._lock:
-                if _takes(self.sampler.update_priority, "storage"):
-                    self.sampler.update_priority(index, values, storage=storage)
-                else:
-                    self.sampler.update_priority(index, values)
+                call_with_storage(self.sampler.update_priority, index, values, storage=storage)
 
-    def mark_update(self, index: Any, *, storage: ReadView) -> None:
+    def mark_update(self, index: Any, *, storage: ReadView | None = None) -> None:
         """Tell the object that rows were changed in place."""
-        if _has(self.sampler, "mark_update"):
+        if is_written(self.sampler, "mark_update"):
             with self._lock:
-                if _takes(self.sampler.mark_update, "storage"):
-                    self.sampler.mark_update(index, storage=storage)
-                else:
-                    self.sampler.mark_update(index)
+                call_with_storage(self.sampler.mark_update, index, storage=self._require_storage(storage))
 
     def on_empty(self) -> None:
         """Tell the object that there are no rows any more."""
-        if _has(self.sampler, "_empty"):
+        if is_written(self.sampler, "_empty"):
             with self._lock:
                 self.sampler._empty()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the object keeps, if it says so."""
-        return {"given": self.sampler.state_dict()} if _has(self.sampler, "state_dict") else {}
+        return {"given": self.sampler.state_dict()} if is_written(self.sampler, "state_dict") else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hand the object what `state_dict` returned."""
@@ -205,7 +189,7 @@ class AdaptedSampler(Sampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs."""
-        own = ("_lock", "_rng", "_storage")
+        own = ("_lock", "_rng")
         return {name: value for name, value in super().__getstate__().items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -214,19 +198,6 @@ class AdaptedSampler(Sampler):
 
     def __repr__(self) -> str:
         return repr(self.sampler)
-
-
-def _has(sampler: Any, name: str) -> bool:
-    """Return whether somebody wrote a method: those of base classes called Sampler do nothing."""
-    for kind in type(sampler).__mro__:
-        if name in vars(kind):
-            return kind.__name__ != "Sampler"
-    return callable(getattr(sampler, name, None))
-
-
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def chosen(storage: ReadView, index: Any, info: Any) -> Selection:

@@ -112,7 +112,7 @@ class SamplerWithoutReplacement(Sampler):
             self._key = None
             self._start(*((number, position, size) if kind == self._kind else (0, 0, 0)))
 
-    def sample(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
+    def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next `batch_size` rows of the pass; fewer at its end.
 
         Raises:
@@ -232,11 +232,11 @@ class SamplerWithoutReplacement(Sampler):
         with suppress(NotFoundError):
             ids = storage.geometry.ids_at(storage.geometry.index_of(selection.ids), storage.window)
             if filter is not None and not (good := filter.masses_of(storage, ids) > 0).all():
-                more = self.sample(storage, int(np.count_nonzero(~good)), generator)
+                more = self.select(storage, int(np.count_nonzero(~good)), generator)
                 return replace(more, ids=np.concatenate([ids[good], more.ids]))
             return replace(selection, ids=ids)
         # A long extend gives up rows before it writes others: a pass over those that are left begins.
-        return self.sample(storage, selection.ids.size, generator)
+        return self.select(storage, selection.ids.size, generator)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Keep how far the pass has come."""

@@ -429,7 +429,7 @@ class StackedComposite(_Stack[Composite], Composite):
         return self
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.entries())
+        return self.shape[0]
 
     def is_empty(self, recurse: bool = False) -> bool:
         """Return whether nothing is in any part."""

@@ -347,12 +347,13 @@ class Storage(ReadView):
             return kept and not (gaps and gaps.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
 
-    def set(self, cursor: Any, data: Any) -> None:
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Replace rows by index; rows right behind the last one are appended.
 
         Args:
             cursor: An integer, several, or a slice.
             data: One row for one integer, otherwise as many.
+            set_cursor: Whether rows may be appended; False: only rows that exist are replaced.
 
         Raises:
             NotFoundError: There is no such row, nor would it be the next.
@@ -360,7 +361,7 @@ class Storage(ReadView):
         """
         from expstore.storages.indexing import put
 
-        put(self, cursor, data)
+        put(self, cursor, data, appends=set_cursor)
 
     def __setitem__(self, index: Any, data: Any) -> None:
         self.set(index, data)
@@ -457,6 +458,10 @@ class Storage(ReadView):
 
     def _check_hooks(self) -> None:
         """Raise SnapshotError if a save hook returns other rows than it is given; there are no hooks here."""
+
+    def _hook_content(self, content: Any) -> Any:
+        """Return what load hooks make of the content of a snapshot; there are no hooks here."""
+        return content
 
     @property
     def settings(self) -> RowSettings:

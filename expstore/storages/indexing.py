@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -257,13 +258,14 @@ def rows_of(storage: ReadView) -> Iterator[Any]:
         yield get(storage, number)
 
 
-def put(storage: Storage, index: Any, data: Any) -> None:
+def put(storage: Storage, index: Any, data: Any, *, appends: bool = True) -> None:
     """Replace rows by index; rows right behind the last one are appended.
 
     Args:
         storage: Where they are.
         index: One integer, several, or a slice; of time where `ndim` is larger than 1.
         data: One row for one integer, otherwise as many.
+        appends: Whether rows right behind the last one are appended; False: they are missing.
 
     Raises:
         NotFoundError: There is no such row, nor would it be the next.
@@ -276,22 +278,42 @@ def put(storage: Storage, index: Any, data: Any) -> None:
     with storage.lock:
         storage.writer()
         batch = take(data, layout_of(storage, 0), single=single)
-        if _is_next(storage, index, batch):
+        new = _next_rows(storage, index, batch) if appends else None
+        if new is None:
+            replace_rows(storage, find(storage, index)[0], batch)
+        elif new.all():
             _append(storage, batch)
         else:
-            replace_rows(storage, find(storage, index)[0], batch)
+            former = find(storage, np.asarray(index).reshape(-1)[~new])[0]
+            replace_rows(storage, former, _part_of(batch, ~new))
+            _append(storage, _part_of(batch, new))
 
 
-def _is_next(storage: ReadView, index: Any, batch: Batch) -> bool:
-    """Return whether an index means the rows right behind the last one, of which there are none yet."""
+def _next_rows(storage: ReadView, index: Any, batch: Batch) -> Array | None:
+    """Return which rows of a batch are to come right behind the last one; None: not all others are stored.
+
+    Shape `(n,)`, bool. Where `ndim` is larger than 1 all rows come behind it, or none.
+    """
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
-        return False
-    lanes, count = math.prod(batch.dims), batch.count
-    have, numbers = storage.window.size // lanes, np.asarray(index).reshape(-1)
-    room = storage.capacity is None or storage.window.size + count <= storage.capacity
-    if not room or not numbers.size or numbers[0] != have:
-        return False
-    return bool((np.diff(numbers) == 1).all()) and numbers.size * lanes == count
+        return None
+    lanes, numbers = math.prod(batch.dims), np.asarray(index).reshape(-1)
+    have = storage.window.size // lanes
+    new: Array = numbers >= have
+    count = int(np.count_nonzero(new))
+    fits = storage.capacity is None or storage.window.size + count * lanes <= storage.capacity
+    if not count or not fits or numbers.size * lanes != batch.count:
+        return None
+    if lanes > 1 and count < numbers.size:
+        return None
+    if not np.array_equal(numbers[new], np.arange(have, have + count)):
+        return None
+    return np.repeat(new, lanes)
+
+
+def _part_of(batch: Batch, rows: Array) -> Batch:
+    """Return some rows of a batch. Shape of `rows` `(n,)`, bool."""
+    arrays = [pick(array, rows) for array in batch.arrays]
+    return replace(batch.keep(rows), keys=batch.keys, dtypes=batch.dtypes, arrays=arrays)
 
 
 def rows_along(data: Any, ndim: int) -> tuple[int, ...]:

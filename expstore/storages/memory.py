@@ -87,7 +87,7 @@ class MemoryStorage(PortableStorage):
     @property
     def snapshots(self) -> _Snapshots:
         """What gives the content to snapshots, and replaces it."""
-        return _Snapshots(self, self._check_hooks)
+        return _Snapshots(self, self._check_hooks, self._hook_content)
 
     @property
     def fields(self) -> _Fields:

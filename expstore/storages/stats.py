@@ -50,7 +50,7 @@ def describe(storage: ReadView) -> dict[str, Any]:
         "size": len(storage),
         "capacity": storage.capacity,
         "spare": storage.geometry.spare,
-        "write_count": storage.write_count,
+        "write_count": storage.write_count // storage.geometry.lanes,
         "last_id": storage.last,
         "draws": storage.draws.number,
         "extends": counters.extends,

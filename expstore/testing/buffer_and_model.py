@@ -202,7 +202,8 @@ class Life:
         same(len(looking), len(rows), "len")
         same(storage.window.ids(), ids, "the ids that can be read")
         same(storage.last, model.last, "the newest id")
-        same(looking.write_count, model.written, "write_count")
+        same(storage.write_count, model.written, "write_count of the storage")
+        same(looking.write_count, model.written // storage.geometry.lanes, "write_count of the buffer")
         if rows:
             self.look_at_rows(looking)
             self.look_at_columns(storage)

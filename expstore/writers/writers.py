@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -20,14 +20,15 @@ import torch
 from expstore.core.members import Members
 from expstore.core.torchrl_keywords import WRITER, check_keywords
 from expstore.core.values import Array, IntArray, Ranking, key_name, to_key
-from expstore.data.containers import stack_index
+from expstore.data.batch import StepReader
+from expstore.data.containers import stack_index, take
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.ranking import rank_rows, reduce_values
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import Schema
 from expstore.storages.base import Storage
-from expstore.storages.indexing import append_rows
+from expstore.storages.indexing import append_rows, layout_of, prepare
 from expstore.storages.read_view import ReadView
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ __all__ = [
     "default_writer",
 ]
 
+#: Root keys that TorchRL's buffers add to what they write and to what they sample.
+_BESIDE = frozenset({"index", "index_generation"})
+
 Reduction = Literal["sum", "max", "min", "mean", "median"]
 
 
@@ -59,6 +63,7 @@ class Writer(ABC):
     #: Whether a batch is written as a whole, under one record, which can keep an idempotency key.
     keeps_keys = False
     _storage: weakref.ref[ReadView] | None = None
+    _on_write: weakref.WeakMethod[Callable[[IntArray], None]] | None = None
 
     def register_storage(self, storage: ReadView) -> None:
         """Be told over which storage a buffer uses this writer.
@@ -67,6 +72,75 @@ class Writer(ABC):
             ValueError: It can do nothing there.
         """
         self._storage = weakref.ref(storage)
+
+    def tell_writes(self, on_write: Callable[[IntArray], None]) -> None:
+        """Call a method of a buffer with the ids of the rows that `add` and `extend` write.
+
+        Args:
+            on_write: A bound method; its object is held weakly.
+        """
+        self._on_write = weakref.WeakMethod(on_write)
+
+    def add(self, data: Any) -> Any:
+        """Write one row to the storage, without the transforms of a buffer.
+
+        Args:
+            data: One row; where `ndim` is larger than 1, one for each lane.
+
+        Returns:
+            Its index, or -1 if it was not taken in. Where `ndim` is larger than 1: shape `(lanes, ndim)`.
+
+        Raises:
+            SchemaError: The row does not fit the store.
+            StateError: No storage is registered, or it cannot be written.
+        """
+        index = self._append(data, single=True)
+        return index if index.ndim > 1 else int(index[0])
+
+    def extend(self, data: Any) -> torch.Tensor:
+        """Write rows to the storage, all of them or none, without the transforms of a buffer.
+
+        Args:
+            data: The rows, as `ReplayBuffer.extend` takes them; time is the first dim.
+
+        Returns:
+            Index of each row; -1 for rows that were not taken in. Shape `(n,)`, int64; `(n, ndim)` where
+            `ndim` is larger than 1.
+
+        Raises:
+            SchemaError: The rows do not fit the store.
+            StateError: No storage is registered, or it cannot be written; or there is no row.
+
+        Example:
+            >>> writer, storage = RoundRobinWriter(), LazyTensorStorage(4)
+            >>> writer.register_storage(storage)
+            >>> writer.extend(torch.arange(6))
+            tensor([0, 1, 2, 3, 0, 1])
+        """
+        return self._append(data, single=False)
+
+    def _append(self, data: Any, *, single: bool) -> torch.Tensor:
+        storage = None if self._storage is None else self._storage()
+        if storage is None:
+            raise StateError("the writer has no storage", hint="call register_storage(storage) first")
+        with storage.locks.extend, storage.lock:
+            writable = storage.writer()
+            self.check()
+            batch = take(data, layout_of(storage, 0), single=single, skip=_BESIDE)
+            if batch.count == 0:
+                raise StateError("extend() of a writer was given no rows", hint="give it at least one")
+            if writable.schema is None:
+                self.check_fields(Schema.infer(batch.signature(), batch.form))
+                self.begin(writable)
+            schema = prepare(writable, batch)
+            columns = batch.columns(schema)
+            steps = StepReader(schema, writable.keys).read(columns, batch)
+            ids = self.write(writable, columns, steps, source=None, info="")
+            on_write = None if self._on_write is None else self._on_write()
+            if on_write is not None:
+                on_write(ids[ids != -1])
+        index = storage.geometry.indices_of(ids, run=False)
+        return torch.from_numpy(index if storage.ndim == 1 else storage.geometry.unravel(index))
 
     def generations_of(self, index: int | torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Return how many rows had these places before the ones that are there; -1: there is none.
@@ -151,7 +225,8 @@ class Writer(ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; the buffer that gets it registers its storage."""
-        return {name: value for name, value in self.__dict__.items() if name != "_storage"}
+        own = ("_storage", "_on_write")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -212,6 +287,9 @@ class ImmutableDatasetWriter(Writer):
         >>> former = rb.set_writer(ImmutableDatasetWriter())
     """
 
+    #: What `extend` and `add` say.
+    WRITING_ERR = "This dataset doesn't allow writing."
+
     def __init__(self, compilable: bool = False) -> None:
         check_keywords(self, {"compilable": compilable}, WRITER)
 
@@ -224,9 +302,7 @@ class ImmutableDatasetWriter(Writer):
         raise self._refusal()
 
     def _refusal(self) -> StateError:
-        return StateError(
-            "This dataset doesn't allow writing.", hint="set_writer() another writer, if it is to change"
-        )
+        return StateError(self.WRITING_ERR, hint="set_writer() another writer, if it is to change")
 
     def write(
         self,

@@ -21,7 +21,7 @@ import expstore
 from expstore.core import torchrl_keywords
 from tests.support.paths import ROOT
 from tests.support.shape import count_own_parameters
-from tests.support.torchrl_names import MODULES, NAMES, module, their
+from tests.support.torchrl_names import MODULES, NAMES, PAGE, module, render_page, their
 
 DOCUMENT = ROOT / "docs" / "torchrl.md"
 STATUSES = ("same", "better", "not offered")
@@ -55,6 +55,11 @@ WITHOUT = {
 }
 
 _REST = ("args", "kwargs")
+
+
+def test_members_that_are_missing_are_in_the_page_with_a_reason() -> None:
+    assert PAGE.read_text(encoding="utf-8") == render_page(), "run: python -m tests.support.torchrl_names"
+
 
 #: The buffers, and what they cannot do without.
 BUFFERS: dict[str, dict[str, Any]] = {

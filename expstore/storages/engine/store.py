@@ -240,7 +240,13 @@ class Store(Storage):
     @property
     def snapshots(self) -> StoreSnapshots:
         """What gives the content to snapshots, and replaces it."""
-        return StoreSnapshots(self, check=self._check_hooks, updates=self._updates, reopen=self._reopen)
+        return StoreSnapshots(
+            self,
+            check=self._check_hooks,
+            convert=self._hook_content,
+            updates=self._updates,
+            reopen=self._reopen,
+        )
 
     def archived(self) -> Storage | None:
         """Return where rows are that have left; None: nowhere."""

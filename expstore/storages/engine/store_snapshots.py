@@ -32,6 +32,7 @@ class StoreSnapshots(ContentAccess):
     Args:
         store: Whose content.
         check: As of `SnapshotAccess`.
+        convert: As of `ContentAccess`.
         updates: What changes its rows.
         reopen: Opens the store again, after it has called the function that it is given.
     """
@@ -44,10 +45,11 @@ class StoreSnapshots(ContentAccess):
         store: Store,
         *,
         check: Callable[[], None],
+        convert: Callable[[ContentLike], ContentLike],
         updates: Updates,
         reopen: Callable[[Callable[[], None]], None],
     ) -> None:
-        super().__init__(store, check)
+        super().__init__(store, check, convert)
         self._engine, self._updates, self._reopen = store.engine, updates, reopen
 
     def settle(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 
+from expstore.storages.base import Storage
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshots.restore import ContentLike, read_content
 
@@ -18,9 +20,20 @@ class ContentAccess(SnapshotAccess):
 
     Args:
         storage: Whose content.
+        check: As of `SnapshotAccess`.
+        convert: What load hooks make of the content of a snapshot; None: it stays as it is.
     """
 
-    __slots__ = ()
+    __slots__ = ("_convert",)
+
+    def __init__(
+        self,
+        storage: Storage,
+        check: Callable[[], None] | None = None,
+        convert: Callable[[ContentLike], ContentLike] | None = None,
+    ) -> None:
+        super().__init__(storage, check)
+        self._convert = convert
 
     def restore(self, folder: Path) -> None:
         """Replace the content by that of the snapshot in a folder.
@@ -31,7 +44,8 @@ class ContentAccess(SnapshotAccess):
             StateError: The storage is closed, or cannot be written.
         """
         storage = self._storage.writer()
-        self.adopt(read_content(storage.disk, folder))
+        content: ContentLike = read_content(storage.disk, folder)
+        self.adopt(content if self._convert is None else self._convert(content))
 
     @abstractmethod
     def adopt(self, content: ContentLike) -> None:

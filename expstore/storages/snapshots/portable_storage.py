@@ -17,7 +17,7 @@ from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
-from expstore.storages.snapshots.state_dict import changed_by, content_of, read_state
+from expstore.storages.snapshots.state_dict import changed_by, content_of, hook_rows, read_state
 
 __all__ = ["PortableStorage"]
 
@@ -79,10 +79,10 @@ class PortableStorage(Storage):
         self._save_hooks = (*self._save_hooks, hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Have `load_state_dict` take what a hook returns for what was kept; hooks run in their order.
+        """Have `load_state_dict` and `loads` take what a hook returns for what was kept, in their order.
 
         Args:
-            hook: Returns field name -> rows.
+            hook: Takes field name -> rows, and returns the same.
         """
         self._load_hooks = (*self._load_hooks, hook)
 
@@ -97,6 +97,9 @@ class PortableStorage(Storage):
                 "a save hook has changed the rows, and versions hold them as they are",
                 hint="state_dict() keeps what hooks return",
             )
+
+    def _hook_content(self, content: Any) -> Any:
+        return hook_rows(content, self._load_hooks) if self._load_hooks else content
 
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
         """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.

@@ -23,11 +23,12 @@ from expstore.storages.base import Hook, Storage
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import Frozen, frozen
+from expstore.storages.snapshots.restore import ContentLike
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Carried", "changed_by", "content_of", "read_state"]
+__all__ = ["Carried", "changed_by", "content_of", "hook_rows", "read_state"]
 
 #: What `base` must say.
 _NUMBERS = {
@@ -198,10 +199,35 @@ def read_state(state: Mapping[str, Any], hooks: Sequence[Hook] = ()) -> Carried:
     fields = () if schema is None else (*schema.fields, *ROW_FIELDS)
     if key_name(SAMPLED.key) in rows:
         fields = (*fields, SAMPLED)
+    columns, entries = _columns(fields, rows), list(unpack_entries(log, "the state's log"))
+    return Carried(manifest, _base(state["base"]), entries, columns)
+
+
+def hook_rows(content: ContentLike, hooks: Sequence[Hook]) -> Carried:
+    """Return a content with the rows that hooks return for its own; all rows are in memory meanwhile.
+
+    Raises:
+        SchemaError: A hook returns other fields, or rows that do not fit them.
+    """
+    schema = content.manifest.schema
+    fields: tuple[Field, ...] = () if schema is None else (*schema.fields, *ROW_FIELDS)
+    first, count = content.low + 1, int(content.base["last"]) - content.low
+    arrays = content.rows(first, count) if fields and count else []
+    if content.counted:
+        fields, arrays = (*fields, SAMPLED), [*arrays, content.counts(first, count)]
+    parts = [[array] for array in arrays] or [[] for _ in fields]
+    rows: Any = {key_name(entry.key): _join(entry, part) for entry, part in zip(fields, parts, strict=True)}
+    for hook in hooks:
+        rows = hook(rows)
+    return Carried(content.manifest, content.base, content.entries, _columns(fields, rows))
+
+
+def _columns(fields: Sequence[Field], rows: Mapping[str, Any]) -> list[Any]:
+    """Return rows as columns, one for each field."""
     columns = [_part(entry, rows) for entry in fields]
     if len({len(column) for column in columns}) > 1 or len(rows) != len(fields):
         raise SchemaError("the state's fields are not those that it speaks of, or of different lengths")
-    return Carried(manifest, _base(state["base"]), list(unpack_entries(log, "the state's log")), columns)
+    return columns
 
 
 def _base(text: str) -> dict[str, Any]:
