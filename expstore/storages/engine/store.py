@@ -634,7 +634,7 @@ class Store(Storage):
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
         """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
-        Others go on reading and adding rows meanwhile. After a crash the snapshot is there whole or not at
+        Other threads can read and add rows meanwhile. After a crash the snapshot is there whole or not at
         all.
 
         Args:
