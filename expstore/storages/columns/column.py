@@ -204,14 +204,14 @@ class ReadTogether(ABC):
 
 
 class Part(ABC):
-    """What has files of its own: a column, or the segments that several fields share.
+    """An object with files of its own: a column, or the segments that several fields share.
 
-    Threads: one opens, looks and frees; any number read meanwhile.
+    Threads: one thread opens, looks and frees; any number read meanwhile.
     """
 
     @abstractmethod
     def require_rows(self, first_id: int, count: int) -> None:
-        """Check that rows are there.
+        """Check that rows are present.
 
         Raises:
             CorruptionError: A file is missing, or has lost rows.
@@ -219,32 +219,32 @@ class Part(ABC):
 
     @abstractmethod
     def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
-        """Return the crc32c of what came before and of a run of rows on disk; None: rows are missing."""
+        """Extend a crc32c by a run of rows as they are on disk; return None if rows are missing."""
 
     @abstractmethod
     def paths(self) -> list[Path]:
-        """Return the files in which rows are."""
+        """Return the files that hold rows."""
 
     @property
     @abstractmethod
     def mean_bytes(self) -> int:
-        """How many bytes a row takes in memory, on average."""
+        """The average size of a row in memory, bytes."""
 
     @abstractmethod
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes, on average, if there are so many."""
+        """Return the average disk space of a row, bytes, if there are `rows` rows."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
 
 
 class AppendedPart(Part):
-    """A part to which rows are appended in the order of their ids: they have no places of their own."""
+    """A part whose rows are appended in the order of their ids, not written to fixed places."""
 
     @abstractmethod
     def lacks(self, first_id: int, count: int) -> bool:
-        """Return whether some rows are not there as they were written, when a store is opened."""
+        """Return whether rows are missing or damaged. Called when a store is opened."""
 
 
 class ReadPart(Part):
@@ -252,28 +252,28 @@ class ReadPart(Part):
 
     @abstractmethod
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Find what is there of slots 0 to `slots` - 1; note what is damaged.
+        """Find the rows of slots 0 to `slots` - 1; note which are damaged.
 
         Args:
-            slots: How many.
-            due: Whether all of them must be there; else the first one that is not ends the look.
+            slots: How many slots to look for.
+            due: Whether all of them must be present; otherwise the look ends at the first missing one.
         """
 
 
 class FollowedPart(AppendedPart, ReadPart):
-    """An appended part that is opened for reading only, perhaps beside a writer."""
+    """An appended part that is opened for reading only; a writer may append to it meanwhile."""
 
     @abstractmethod
     def look_to(self, last: int) -> None:
         """Find the rows up to this id, which the writer has written.
 
         Raises:
-            StorageError: They are not there: another writer has come.
+            StorageError: The rows are missing, because another writer has opened the store.
         """
 
     @abstractmethod
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; there is no writer any more."""
+        """Make only rows up to this id readable. Called when there is no writer any more."""
 
 
 class WrittenPart(Part):
@@ -281,11 +281,11 @@ class WrittenPart(Part):
 
     @abstractmethod
     def open_files(self) -> None:
-        """Open what is there."""
+        """Open the existing files."""
 
     @abstractmethod
     def free(self, deleted: Deleted) -> set[File]:
-        """Give back the space of rows that have left; return the files that were changed in place."""
+        """Free the space of rows that have left; return the files that were changed in place."""
 
 
 class RowWriter(ABC):
@@ -299,7 +299,7 @@ class RowWriter(ABC):
         """Write rows.
 
         Returns:
-            The checksums of batches, with which the checksum of the run goes on behind its arrays.
+            Checksums of the written batches. The checksum of the run is extended by them after its arrays.
 
         Raises:
             StorageError: The disk failed.
@@ -307,7 +307,7 @@ class RowWriter(ABC):
 
     @abstractmethod
     def write_again(self, run: Run, synced: int) -> None:
-        """Write rows, some of which may be there, when a store is opened.
+        """Write rows of which some may already be on disk. Called when a store is opened.
 
         Args:
             run: The rows.
@@ -322,34 +322,34 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows of some of its fields cannot be changed. At least one."""
+        """Return the error for changing rows of some of its fields in place. At least one field is given."""
 
     @abstractmethod
     def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows of some of its fields cannot give way to better ones. At least one."""
+        """Return the error for replacing rows of some of its fields by better ones. At least one is given."""
 
     @abstractmethod
     def check_removable(self, entry: Field) -> None:
-        """Check that a store can do without a field.
+        """Check that a field can be dropped from the store.
 
         Raises:
-            SchemaError: Files of other fields have rows of it, or its files have theirs.
+            SchemaError: Files of other fields hold rows of this field, or the reverse.
         """
 
     @abstractmethod
     def warm(self) -> None:
-        """Load compiled loops, in the background."""
+        """Load compiled loops in the background."""
 
     @abstractmethod
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind a row; the next sync brings that to the disk.
+        """Continue appending behind a row; the next sync makes the state durable.
 
-        All bytes on which rows depend are written once more: after a sync that failed the system may call
-        clean what is not on the disk.
+        All bytes that rows depend on are written again: after a failed sync, the system may report pages as
+        clean that are not on the disk.
 
         Args:
-            last: Id of the last row that counts.
-            synced: The newest one that a checkpoint covers.
+            last: Id of the last valid row.
+            synced: The newest id that a checkpoint covers.
         """
 
     @property
@@ -359,11 +359,11 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them: the caller syncs them."""
+        """Return, once, the folders that contain new names; the caller syncs them."""
 
     @abstractmethod
     def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
-        """Return, once, what an opening has written; `synced` and `completed` follow.
+        """Return, once, what an opening has written; the caller then calls `synced` and `completed`.
 
         Args:
             low: All rows up to this id have left.
@@ -372,11 +372,11 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Give back the disk space that only further writing needs."""
+        """Free the disk space that is only needed for further writes."""
 
 
 def add_batches(crc: int, checksums: Sequence[int]) -> int:
-    """Return the crc32c of rows that go on in batches with these."""
+    """Extend a crc32c by the checksums of batches."""
     for checksum in checksums:
         crc = google_crc32c.extend(crc, checksum.to_bytes(4, "little"))
     return crc

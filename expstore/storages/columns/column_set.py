@@ -200,7 +200,7 @@ class ColumnSet:
         return any(part.lacks(first_id, count) for part in self._appended)
 
     def checksum(self, first_id: int, count: int) -> int:
-        """Return the crc32c that `write` returned for these rows, from what stands on disk; -1: none does."""
+        """Compute from the disk the crc32c that `write` returned for these rows; -1 if rows are missing."""
         crc, priorities = 0, self.row_fields[-1]
         for part in self.parts:
             if part is not priorities:
@@ -217,18 +217,18 @@ class ColumnSet:
 
 
 class ReadColumns(ColumnSet):
-    """Columns that are opened for reading only, perhaps beside a writer.
+    """Columns that are opened for reading only; a writer may append to them meanwhile.
 
-    A column whose metadata cannot be read is damaged as a whole; the others can be read.
+    A column whose metadata cannot be read counts as damaged as a whole; the others can be read.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`.
         fields: The user's fields, then the row fields, priority last.
-        slots: How many rows a ring has; None: it grows.
-        packings: How fields are packed by the settings of the store, where zarr.json cannot tell. Empty: it
-            can.
-        compression: How rows without a fixed size are compressed by the settings of the store.
+        slots: How many rows a ring has; None: the store grows.
+        packings: How the store's settings pack each field, for fields whose zarr.json cannot be read. Empty:
+            rely on zarr.json.
+        compression: How the store's settings compress rows without a fixed size.
     """
 
     packed: Mapping[int, PackedReader]
@@ -276,10 +276,10 @@ class ReadColumns(ColumnSet):
         self._looked: list[ReadPart] = [*self._followed, *flat.values()]
 
     def lay(self, run: Run) -> list[int]:
-        """Let rows be found that are in memory alone, in the fields whose rows have no fixed size.
+        """Make rows that are only in memory readable, in the fields whose rows have no fixed size.
 
         Returns:
-            The places of the other columns.
+            The positions of the other columns.
         """
         for segments in self.shared:
             if segments.lacks(run.first_id, run.count):
@@ -287,22 +287,22 @@ class ReadColumns(ColumnSet):
         return [place for place in range(len(run.values)) if place not in self.variable_places]
 
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
+        """Open the files of slots 0 to `slots` - 1 for reading only; note which are damaged."""
         for part in self._looked:
             part.look(slots, due=due)
 
     def look_briefly(self, slots: int) -> None:
-        """Find what is there, while somebody may be making the first files just now."""
+        """Find the rows that exist, while a writer may be creating the first files."""
         for part in self._looked:
-            with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name
+            with contextlib.suppress(StorageError):  # damaged, or a file that the writer is renaming
                 part.look(slots, due=False)
 
     def look_to(self, last: int) -> None:
-        """Find the rows up to this id that have no places of their own, beside who has written them."""
+        """Find the rows up to this id in the parts that are appended to, beyond those known so far."""
         for part in self._followed:
             part.look_to(last)
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found that have no places of their own; nobody writes any more."""
+        """End the parts that are appended to at this id. Called when there is no writer any more."""
         for part in self._followed:
             part.end_at(last)

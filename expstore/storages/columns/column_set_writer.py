@@ -289,24 +289,24 @@ class WritableColumns(ColumnSet, Checkpointed):
         )
 
     def synced(self) -> None:
-        """Follow the fsync of what `begin` returned."""
+        """Finish what `begin` returned, after its fsync."""
         for appender in self._appenders:
             appender.synced()
 
     def completed(self, *, tidy: bool) -> None:
-        """Reuse what only the former checkpoint needed, after the fsync of the record of this one."""
+        """Reuse what only the former checkpoint needed, after the fsync of the new checkpoint record."""
         for appender in self._appenders:
             appender.completed(tidy=tidy)
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Undo `begin` after a failed sync."""
         self.touched |= dirty.files
         self.new_folders |= dirty.folders
         for appender in self._appenders:
             appender.abort(dirty)
 
     def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
-        """Return the files that hold these slots, as far as they were ever written to."""
+        """Return the files of these slots, as far as the slots were ever written."""
         return {
             file
             for slot, _, n in pieces
@@ -315,11 +315,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         }
 
     def unsynced_files(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
-        """Return the files that hold these slots, or were appended to since the last checkpoint."""
+        """Return the files of these slots, and those that were appended to since the last checkpoint."""
         return self.files_of(pieces).union(*(appender.touched_files for appender in self._appenders))
 
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them: the caller syncs them, or puts them back."""
+        """Return, once, the folders that contain new names; the caller syncs them or calls `put_back`."""
         taken = [take_all(self.new_folders), *(one.take_new_folders() for one in self._appenders)]
         return set[Path]().union(*taken)
 
@@ -329,24 +329,24 @@ class WritableColumns(ColumnSet, Checkpointed):
 
     @property
     def unsynced_bytes(self) -> int:
-        """How many bytes of rows without a fixed size were written since the last checkpoint began."""
+        """Bytes of rows without a fixed size that were written since the last checkpoint began."""
         return sum(segments.unsynced_bytes for segments in self.shared)
 
     def free(self, deleted: Deleted, *others: WrittenPart) -> set[File]:
-        """Give back the space of rows that have left; return the files that were changed in place.
+        """Free the space of rows that have left; return the files that were changed in place.
 
         Args:
             deleted: The rows.
-            others: Columns that are none of these, whose space is given back, too.
+            others: Columns outside this set whose space is freed, too.
         """
         return set[File]().union(*[part.free(deleted) for part in (*self._written, *others)])
 
     def free_shared(self, deleted: Deleted) -> set[File]:
-        """Do so for what fields share; no checkpoint may run meanwhile, which may merge segments."""
+        """As `free`, for files that fields share. No checkpoint may run: it could merge segments."""
         return set[File]().union(*[part.free(deleted) for part in self.shared])
 
     def capture(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows cannot be viewed, for a snapshot.
+        """Capture, for a snapshot, the columns whose rows cannot be viewed.
 
         No row may be added meanwhile.
 
@@ -357,19 +357,19 @@ class WritableColumns(ColumnSet, Checkpointed):
         return [*captures, *(packer.capture() for packer in self._packers)]
 
     def give_back(self) -> None:
-        """Give back the disk space that only further writing needs."""
+        """Free the disk space that is only needed for further writes."""
         for appender in self._appenders:
             appender.give_back()
 
     # -- rows ------------------------------------------------------------------------------------
 
     def ensure(self, slots: int) -> None:
-        """Make shards so that slots 0 to `slots` - 1 have a place."""
+        """Create shards until slots 0 to `slots` - 1 have a place."""
         if slots <= self._ready:
             return
         for column in self.flat.values():
             while column.ready < slots:
-                made = column.add_shard()  # takes a while, in which the set may be emptied
+                made = column.add_shard()  # slow; the set may be emptied meanwhile
                 self.new_folders.update(made)
         self._ready = self.ready
 

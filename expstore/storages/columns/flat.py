@@ -628,12 +628,12 @@ class FlatWriter(RowWriter):
         return []
 
     def write_again(self, run: Run, synced: int) -> None:
-        """Write rows, whether they are there or not."""
+        """Write rows, whether or not they are already on disk."""
         self.write(run)
         finish(run.jobs)
 
     def _write_each(self, run: Run, pieces: Sequence[tuple[int, int, int]], holes: Sequence[int]) -> None:
-        """Write column by column: long runs, on several threads, and those that cross a shard's end."""
+        """Write column by column: long runs, on several threads, and runs that cross a shard's end."""
         for place, column in self._columns.items():
             if place in holes or place >= len(run.values):
                 continue
@@ -652,7 +652,7 @@ class FlatWriter(RowWriter):
 
 
 def finish(jobs: Sequence[Future[None]]) -> None:
-    """Wait for writes, whatever comes in between; raise the first failure."""
+    """Wait for all writes, even if the wait is interrupted; raise the first failure."""
     if not jobs:
         return
     interruption = None
@@ -660,7 +660,7 @@ def finish(jobs: Sequence[Future[None]]) -> None:
         try:
             wait(jobs)
             break
-        except BaseException as exc:  # a write that goes on would reach the slots of later rows
+        except BaseException as exc:  # a write that continues unnoticed would overwrite later rows
             interruption = exc
     for job in jobs:
         if (failure := job.exception()) is not None:

@@ -256,7 +256,7 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         return over.views(columns, place, first_id, count)
 
     def overlay(self) -> Overlay | None:
-        """Return what lies over the columns; None: nothing does."""
+        """Return the rows to read instead of the columns' rows; None if there are none."""
         waiting = self._waiting
         writing, failed = self._writing, self._failed
         if failed is not None or (waiting is None and writing is None):
@@ -271,33 +271,34 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
 
 
 class Memtable(RowsOver, Generic[_Pin]):
-    """The rows that a store's columns lack: recent ones, which came one by one, and ones that replace others.
+    """The rows that a store's columns lack: recent rows, added one by one, and replacements of other rows.
 
-    Recent rows cost one write to the journal instead of one per column. A reader of columns drains them
-    first; recovery does so for a writer that was killed.
+    A recent row costs one write to the journal instead of one write per column. Readers of columns drain
+    recent rows first; after a writer was killed, recovery does.
 
-    Threads: the writer adds, anybody drains and reads. Crashes: what is in here is in the journal, too.
+    Threads: the writer adds rows, any thread drains and reads. Crashes: all rows in here are also in the
+        journal.
 
     Args:
-        order: Of the storage's locks.
-        priorities: Those of all rows.
+        order: The lock order of the storage.
+        priorities: The priorities of all rows.
     """
 
     def __init__(self, order: LockOrder, priorities: StoredPriorities) -> None:
         self.replaced: ReplacedRows[_Pin] = ReplacedRows()
-        #: Id of the first recent row, and how many there are: one object, of which nobody sees one half.
+        #: Id of the first recent row, and their number. One tuple, so that readers never see half an update.
         self.span = (0, 0)
         self._lock = order.ranked("tail", threading.RLock())
         self._priorities = priorities
         self._batches: list[tuple[int, bytes]] = []
 
     def add(self, first_id: int, count: int, payload: bytes) -> None:
-        """Take recent rows, which follow those it has.
+        """Add recent rows, which follow the existing ones.
 
         Args:
-            first_id: Of the first one.
-            count: How many.
-            payload: Their bytes, as their commit record carries them.
+            first_id: Id of the first row.
+            count: How many rows.
+            payload: Their bytes, as their commit record holds them.
         """
         with self._lock:
             first, known = self.span

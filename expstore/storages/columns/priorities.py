@@ -48,20 +48,21 @@ def check_priorities(values: Array) -> Array:
 
 
 class PriorityWatcher(Protocol):
-    """What `Priorities` needs of an object that follows them."""
+    """An object that is told when priorities change."""
 
     def on_priorities(self, storage: Any, places: IntArray) -> None:
-        """Follow the priorities of slots that were just set. Shape `(n,)`."""
+        """Handle a change of the priorities of slots. Shape `(n,)`."""
 
 
 class Priorities:
-    """The priority of every slot, and the largest, at which new rows start.
+    """The priority of every slot, and the largest priority, which new rows get.
 
-    Threads: whoever sets values holds the storage's lock; any number read. Crashes: nothing survives the
-    process; `StoredPriorities` tells what a column must be given.
+    Threads: a caller that sets values holds the storage's lock; any number read. Crashes: nothing survives
+        the
+    process; `StoredPriorities` tells what must be written to a column.
 
     Args:
-        former: The priorities of the storage before it was opened again: who watches them watches these.
+        former: The priorities of the storage before it was opened again; its watchers are taken over.
 
     Example:
         >>> priorities = Priorities()
@@ -71,34 +72,34 @@ class Priorities:
     """
 
     def __init__(self, former: Priorities | None = None) -> None:
-        #: By slot. Shape `(slots,)`, float32.
+        #: Priorities by slot. Shape `(slots,)`, float32.
         self.values: Array = np.ones(0, np.float32)
-        #: The largest so far, or of the readable rows (`within`).
+        #: The largest priority so far, or of the readable rows if `within` is set.
         self.largest: float = 1.0 if former is None else former.largest
         #: Whether new rows start at the largest priority of readable rows, not at the largest ever.
         self.within: bool = False if former is None else former.within
         #: Whether a priority was ever set; otherwise all are equal.
         self.were_set: bool = False if former is None else former.were_set
-        self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: not known
+        self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
         )
 
     def watch(self, watcher: PriorityWatcher) -> None:
-        """Tell an object of every priority that is set from now on, for as long as it lives."""
+        """Call a watcher for every priority that is set from now on, for as long as the watcher lives."""
         self._watchers.add(watcher)
 
     def tell(self, storage: Any, slots: IntArray) -> None:
-        """Tell the watchers which slots were set."""
+        """Call the watchers after the priorities of slots were set."""
         for watcher in list(self._watchers):
             watcher.on_priorities(storage, slots)
 
     def note_largest(self, largest: float) -> None:
-        """Let new rows start at this priority: the largest that other content has had so far."""
+        """Give new rows this priority: the largest that other content has had so far."""
         self.largest = largest
 
     def restore(self, values: Array, largest: float) -> None:
-        """Take over the priorities of other content, by slot, and the largest. Shape `(slots,)`, float32."""
+        """Replace all priorities, by slot, and the largest. Shape `(slots,)`, float32."""
         self.values = values
         self.note_largest(largest)
 
