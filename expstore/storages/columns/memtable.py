@@ -256,7 +256,7 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         return over.views(columns, place, first_id, count)
 
     def overlay(self) -> Overlay | None:
-        """Return the rows to read instead of the columns' rows; None if there are none."""
+        """Return the rows to read instead of the columns' rows; None if the memtable is empty."""
         waiting = self._waiting
         writing, failed = self._writing, self._failed
         if failed is not None or (waiting is None and writing is None):

@@ -190,7 +190,7 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table(data: bytes, table: int, number: int) -> int:
-    """Return the offset of the table, vector or string that a field points to; 0 if there is none."""
+    """Return the offset of the table, vector or string that a field points to; 0 if the field is absent."""
     at = _field(data, table, number)
     return at + _u32(data, at) if at else 0
 

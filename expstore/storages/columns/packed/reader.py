@@ -178,7 +178,7 @@ class PackedReader(PackedRows, FollowedPart):
         return True
 
     def _look_at_shard(self, turn: int, shard: int) -> Source | None:
-        """Make the chunks of this lap in a shard readable; return None if there are none."""
+        """Make the chunks of this lap in a shard readable; return None if the shard has no such chunks."""
         if (turn, shard) in self._open:
             file, source = self._open[turn, shard]
             table = self.packing.table_bytes
