@@ -289,7 +289,7 @@ class Storage(ReadView):
             self._state.note_content(self._next_position())
 
     def _next_position(self) -> tuple[int, int]:
-        """Return the position of the next record for the SQL index. Without a journal, changes are counted."""
+        """Return the position of the next record, for the SQL index. Here, changes are counted."""
         return (1, self._state.content[1] + 1)
 
     def annotate(self, change: LogEntry | End | Resume) -> None:

@@ -1,7 +1,8 @@
-"""What all kinds of column have in common: the interfaces that the set of columns is written against.
+"""Interfaces of all kinds of columns, which the set of columns uses.
 
-A `Column` is one field of all rows. A `Part` is what has files of its own: a column, or the segments that
-several fields share. A `RowWriter` writes runs of rows to the columns of one kind. No file is touched here.
+A `Column` is one field of all rows. A `Part` is an object with files of its own: a column, or the segments
+that several fields share. A `RowWriter` writes runs of rows to the columns of one kind. This module touches
+no file.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Consecutive rows on their way into the columns.
+    """Consecutive rows to be written to the columns.
 
     Args:
         first_id: Id of the first row.
         count: The number of rows.
-        pieces: Where the rows lie: (first slot, offset in the run, rows).
+        pieces: Where the rows are written: (first slot, offset in the run, number of rows).
         values: One array per column, in the order of the columns; priorities may be left out.
         variable: The values of fields whose rows have no fixed size: pyarrow Arrays.
         jobs: Writes that other threads have not finished yet.
@@ -63,11 +64,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Rows that have left a store that grows, whose space is to be given back.
+    """Rows that have left a growing store, whose disk space is to be freed.
 
     Args:
         rows: All rows that have left.
-        near: The rows among them around which there may be space to give back.
+        near: The rows among them around which there may be space to free.
         low: All rows up to this id have left.
         gaps: Rows above `low` that have left.
     """
@@ -80,18 +81,18 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class FieldSize:
-    """How a field lies on disk.
+    """How a field is stored on disk.
 
     Args:
         layout: "flat", "packed" or "segments"; None: its zarr.json cannot be read.
-        codec: Of what is compressed, else None.
-        chunk_rows: How many rows are packed together; None: none are.
-        disk_bytes: What its files take.
-        compression: How many times more the rows in its chunks would take as they are; None: it has none, or
-            is not packed.
-        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096 of
-            packed ones; None: none can, or its files are damaged.
-        row_bytes: What a row more takes, on average.
+        codec: The codec of compressed rows; None: rows are not compressed.
+        chunk_rows: How many rows are packed together; None: rows are not packed.
+        disk_bytes: Size of its files, bytes.
+        compression: Compression ratio of the rows in its chunks (raw bytes per stored byte); None: it has no
+            chunks, or is not packed.
+        shared: Share of its rows that are stored as the next observations of earlier rows, 0 to 1, estimated
+            from a sample of 4096 packed rows; None: rows cannot be shared, or its files are damaged.
+        row_bytes: Average size of another row on disk, bytes.
     """
 
     layout: str | None
@@ -145,11 +146,11 @@ class Column(ABC):
         return [self.part(slot, n) for slot, _, n in cut_run(first_id, count, self.slots)]
 
     def mix(self, slots: IntArray, newer: Array, rows: Any) -> Any:
-        """Return rows, some of which are in memory alone.
+        """Return rows of which some are only in memory.
 
         Args:
             slots: Which rows. Shape `(n,)`.
-            newer: Which number each has in `rows`; below 0: it is in the column. Shape `(n,)`.
+            newer: The position of each row in `rows`; negative: the row is in the column. Shape `(n,)`.
             rows: The rows in memory. Shape `(m, *row shape)`.
         """
         here = newer >= 0
@@ -160,7 +161,7 @@ class Column(ABC):
 
     @abstractmethod
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
-        """Change single rows; return the files touched.
+        """Change single rows; return the changed files.
 
         Args:
             slots: Which rows. Shape `(n,)`.
@@ -172,7 +173,7 @@ class Column(ABC):
 
     @abstractmethod
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
-        """Return how the field lies on disk, as far as it was looked at.
+        """Return how the field is stored on disk, as far as the files were read.
 
         Args:
             held: How many rows the columns hold, readable or not.
@@ -181,22 +182,22 @@ class Column(ABC):
 
     @abstractmethod
     def sum_run(self, slot: int, count: int) -> int:
-        """Return the crc32c of a run of slots, written or not; 0: its files have checksums of their own."""
+        """Return the crc32c of a run of slots, written or not; 0 if its files have checksums of their own."""
 
 
 class ReadTogether(ABC):
-    """Columns whose rows are found together, so that each file is read once."""
+    """Columns whose rows are read together, so that each file is read once."""
 
     @abstractmethod
     def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
-        """Copy rows of some of its columns out, as far as that is better done together.
+        """Copy rows out of some of its columns, if reading these columns together is faster.
 
         Args:
             slots: Which rows. Shape `(n,)`.
-            places: Of all columns that are wanted.
+            places: Positions of all columns to read.
 
         Returns:
-            The rows, by place.
+            The rows, by position of the column.
 
         Raises:
             CorruptionError: Rows are damaged.
