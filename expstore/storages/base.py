@@ -1,8 +1,8 @@
-"""What every storage that can be written to does: number, append, change and forget rows.
+"""The base of every writable storage: assign ids, append, change and delete rows.
 
-Buffers talk to this class; a storage of your own supplies the primitives at its end, and
-`expstore.testing.StorageSuite` holds it to what buffers promise. A subclass's `_append` writes the
-values first, then commits them.
+Buffers use this class. A storage of your own implements the abstract methods at its end, and
+`expstore.testing.StorageSuite` tests what buffers rely on. A subclass's `_append` writes the values first,
+then commits them.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from expstore.storages.snapshot_pin import Hold
 
 __all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us"]
 
-#: Takes what is kept and returns what is to be kept instead, or the other way round.
+#: Takes rows to save or to load, and returns the rows to use instead.
 Hook = Callable[[Any], Any]
 
 
 class Storage(ReadView):
-    """Keep rows under ever-growing ids.
+    """Store rows under ever-growing ids.
 
-    A storage of your own implements the abstract methods, and may override the others that are named
-    "what a storage may say of itself".
+    A storage of your own implements the abstract methods, and may override the methods under "what a storage
+    may say of itself".
 
     Threads: one writes at a time (`lock`), any number read without a lock. Processes: one writer. Crashes:
-    what survives is for the subclass to say; a batch is there whole or not at all.
+    the subclass defines what survives; a batch is stored completely or not at all.
 
     Args:
         capacity: Most readable rows; None: unbounded.
-        ndim: How many dims of a batch are rows: 1, or more with time as the first. The capacity becomes a
-            multiple of the rows of one step then, when the first ones come.
+        ndim: How many dims of a batch are rows: 1, or more with time as the first. With more than 1, the
+            capacity is rounded up to a multiple of the rows of one step when the first rows are written.
         seed: Key of all draws.
-        flatten: Whether all dims of a batch are rows of streams of their own, as in stores on disk.
-        description: What the storage is, in the place of those before it.
-        disk: Where files are touched.
+        flatten: Whether all dims of a batch are rows, each of a stream of its own, as in stores on disk.
+        description: The description of the storage, instead of the four arguments before.
+        disk: The disk on which files are accessed.
         path: The store's folder; None: rows are in RAM.
-        index_path: Where the index of SQL is kept; None: in memory.
+        index_path: The file of the SQL index; None: in memory.
 
     Raises:
         ValueError: The capacity or `ndim` is less than 1.
@@ -95,16 +95,16 @@ class Storage(ReadView):
     def prepare(
         self, schema: Schema, keys: Keys, dims: tuple[int, ...] = (), *, row_class: type | None = None
     ) -> None:
-        """Fix the fields, once, when the first rows come.
+        """Set the fields, once, when the first rows are written.
 
         Args:
             schema: The fields.
-            keys: Which of them say what a row is.
-            dims: Sizes of a batch's dims beyond the first, where these are rows too.
-            row_class: The tensorclass that the rows came in, if they did.
+            keys: The fields that mark trajectories, ends and rewards.
+            dims: Sizes of a batch's dims beyond the first, if they are rows too.
+            row_class: The tensorclass of the rows; None: they are no tensorclass.
 
         Raises:
-            SchemaError: The fields are not those of the specs, or none that this storage keeps.
+            SchemaError: The fields do not match the specs, or this storage cannot store one of them.
         """
         self.writer()
         former = self.description
@@ -126,8 +126,8 @@ class Storage(ReadView):
         """Append rows: all of them become readable, or none.
 
         Raises:
-            StateError: The store is closed, not open for writing, or poisoned.
-            StorageError: The disk failed; nothing is published.
+            StateError: The store is closed, not open for writing, or has failed.
+            StorageError: The disk failed; no row becomes readable.
         """
         self.writer()
         if self.geometry.lanes > 1:
@@ -141,13 +141,13 @@ class Storage(ReadView):
         self.counters.extends += 1
 
     def _admit(self, rows: Rows) -> None:
-        """Wait until rows may be written, and give up those that a long batch overwrites."""
+        """Wait until rows may be written, and evict the rows that a long batch overwrites."""
         if self.hold.first and self.geometry.slots is not None:
             self.hold.wait(rows.last_id - self.geometry.slots)
         self._make_room(rows.count)
 
     def _make_room(self, count: int) -> None:
-        """Give up rows that can be read and that `count` more rows would overwrite."""
+        """Evict readable rows that `count` more rows would overwrite."""
         ring = self.geometry
         if ring.slots is not None and count > ring.spare:
             through = min(self.last, self.last + count - ring.slots)
@@ -155,10 +155,10 @@ class Storage(ReadView):
                 self._retire(through)
 
     def _reserve(self, rows: Rows) -> int:
-        """Give up the slots that rows are about to take, before anything is written to them.
+        """Release the slots that rows are about to take, before anything is written to the slots.
 
         Returns:
-            How many of the first rows get no slot: those of a batch longer than the ring.
+            How many of the first rows get no slot: the surplus rows of a batch longer than the ring.
         """
         state, geometry, last = self._state, self.geometry, rows.last_id
         capacity = geometry.capacity
@@ -174,17 +174,17 @@ class Storage(ReadView):
         return skipped
 
     def _commit(self, rows: Rows) -> None:
-        """Let rows be read, whose values are written: episodes and window change together."""
+        """Make written rows readable: episodes and window change together."""
         with self.locks.episodes:
             self._state.commit_rows(rows, self.capacity, self._next_position())
 
-    # -- changing and forgetting -------------------------------------------------------------------
+    # -- changing and deleting ---------------------------------------------------------------------
 
     def change(self, ids: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        """Replace fields of readable rows; episodes stay as they are.
+        """Replace fields of readable rows; episodes do not change.
 
         Args:
-            ids: Which rows, each once. Shape `(n,)`.
+            ids: Which rows, each at most once. Shape `(n,)`.
             places: Positions of the fields in the schema.
             columns: Their new values. Shapes `(n, *row shape)`.
 
@@ -201,13 +201,13 @@ class Storage(ReadView):
             self._change(ids, places, columns, replaces=False)
 
     def replace(self, ids: IntArray, columns: Sequence[Array]) -> None:
-        """Put other rows in the places of readable ones: all of them, whole, or none.
+        """Replace readable rows by other rows: all of them, completely, or none.
 
-        They take over ids, episodes and steps, count as written now, and start at the largest priority.
+        The new rows take over ids, episodes and steps, count as written now, and get the largest priority.
 
         Args:
-            ids: Whose places, each once. Shape `(n,)`.
-            columns: The rows: one array per field, in the schema's order. Shapes `(n, *row shape)`.
+            ids: Ids of the rows to replace, each at most once. Shape `(n,)`.
+            columns: The new rows: one array per field, in the schema's order. Shapes `(n, *row shape)`.
         """
         with self.lock:
             self.writer()
@@ -227,7 +227,7 @@ class Storage(ReadView):
         """Tell readers that rows are being changed in place.
 
         Args:
-            slots: Which ones; None: whichever. Shape `(n,)`.
+            slots: Slots of the rows; None: any slots. Shape `(n,)`.
         """
         self.changes.begin()
         try:
@@ -236,11 +236,11 @@ class Storage(ReadView):
             self.changes.end(slots)
 
     def set_priorities(self, ids: IntArray, values: Array) -> int:
-        """Set priorities; rows that have left are skipped. Returns how many were set.
+        """Set priorities; skip rows that have left. Returns how many were set.
 
         Args:
-            ids: Shape `(n,)`; for an id given twice the last value counts.
-            values: Finite, not negative. Shape `(n,)`.
+            ids: Row ids; for an id given twice the last value is used. Shape `(n,)`.
+            values: Finite and not negative. Shape `(n,)`.
 
         Raises:
             PriorityError: A value is negative, NaN or infinite; none was set.
@@ -259,7 +259,7 @@ class Storage(ReadView):
             return int(slots.size)
 
     def clear(self) -> None:
-        """Forget all rows; ids go on at the next multiple of the capacity, plus 1."""
+        """Delete all rows; ids continue at the next multiple of the capacity, plus 1."""
         with self.lock:
             self.writer()
             last = self._state.window.last
@@ -276,31 +276,31 @@ class Storage(ReadView):
                 raise
 
     def _forget(self, last: int) -> None:
-        """Give up all rows; the next id is `last` + 1."""
+        """Delete all rows; the next id is `last` + 1."""
         with self.locks.episodes:
             self.epochs.note_deleted()
             self._state.clear(last, self._next_position())
 
     def _retire(self, through: int) -> None:
-        """Give up the rows with ids <= `through`, for good."""
+        """Remove the rows with ids <= `through` for good."""
         with self.locks.episodes:
             self.epochs.note_deleted()
             self._state.retire(through)
             self._state.note_content(self._next_position())
 
     def _next_position(self) -> tuple[int, int]:
-        """Return the position of the next record, if there were a journal: the index of SQL asks for it."""
+        """Return the position of the next record, for the SQL index. Here, changes are counted."""
         return (1, self._state.content[1] + 1)
 
     def annotate(self, change: LogEntry | End | Resume) -> None:
-        """Keep what is noted about episodes.
+        """Store annotations of episodes.
 
         Args:
-            change: An episode as it stands, with its new info; or which episodes end, or are opened again.
+            change: An episode with its new info; or which episodes end, or are opened again.
 
         Raises:
-            StateError: The store is closed, not open for writing, or poisoned.
-            StorageError: The disk failed; nothing is noted.
+            StateError: The store is closed, not open for writing, or has failed.
+            StorageError: The disk failed; nothing was stored.
         """
         with self.lock:
             self.writer()
@@ -313,17 +313,17 @@ class Storage(ReadView):
                     raise
 
     def _annotate(self, change: LogEntry | End | Resume) -> None:
-        """Record what is noted about episodes, then take it over; the lock of the episodes is held."""
+        """Record annotations of episodes, then apply them. The caller holds the lock of the episodes."""
         self._state.annotate(change, self._next_position())
 
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
-        """Copy rows out; ask `intact` afterwards whether none of them was overwritten meanwhile.
+        """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
             ids: Which rows. Shape `(n,)`.
-            places: Positions of the fields wanted; None: all.
+            places: Positions of the fields to read; None: all.
 
         Returns:
             One array per field. Shapes `(n, *row shape)`.
@@ -338,26 +338,26 @@ class Storage(ReadView):
             return self.take(slots, places)
 
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been written to for a later row, or given to other rows."""
+        """Return whether no slot of these ids has been overwritten by a later row or given to other rows."""
         state, depth = self._state, self.geometry.depth
         if depth is None:
-            # Rows that leave a store without a capacity have their space given back.
+            # The space of rows that leave a store without a capacity is freed.
             gaps, retired = state.window.gaps, state.retired
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
             return kept and not (gaps and gaps.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Replace rows by index; rows right behind the last one are appended.
+        """Replace rows by index; rows right after the last one are appended.
 
         Args:
-            cursor: An integer, several, or a slice.
-            data: One row for one integer, otherwise as many.
+            cursor: An integer, several integers, or a slice.
+            data: One row for a single integer, otherwise one row per index.
             set_cursor: Whether rows may be appended; False: only rows that exist are replaced.
 
         Raises:
-            NotFoundError: There is no such row, nor would it be the next.
-            SchemaError: The rows do not fit.
+            NotFoundError: There is no such row, and it would not be the next row.
+            SchemaError: The rows do not fit the schema.
         """
         from expstore.storages.indexing import put
 
@@ -369,7 +369,7 @@ class Storage(ReadView):
     # -- snapshots -----------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Do nothing for a state without rows: these are in the folder.
+        """Do nothing for a state without rows: the rows are in the folder.
 
         Raises:
             StateError: The state holds rows.
@@ -381,7 +381,7 @@ class Storage(ReadView):
             )
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Refuse: `state_dict` holds no rows here.
+        """Raise an error: `state_dict` holds no rows here.
 
         Raises:
             StateError: Always.
@@ -389,7 +389,7 @@ class Storage(ReadView):
         raise self._no_hooks()
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Refuse: `state_dict` holds no rows here.
+        """Raise an error: `state_dict` holds no rows here.
 
         Raises:
             StateError: Always.
@@ -403,7 +403,7 @@ class Storage(ReadView):
         )
 
     def __getstate__(self) -> Any:
-        """Refuse: rows are not carried into a copy.
+        """Raise an error: rows cannot be copied along with the object.
 
         Raises:
             StateError: Always.
@@ -427,23 +427,23 @@ class Storage(ReadView):
 
     @property
     def can_write(self) -> bool:
-        """Whether the storage is open for writing and sound."""
+        """Whether the storage is open for writing and has not failed."""
         return not self._closed
 
     # -- what a storage may say of itself ------------------------------------------------------------
 
     @property
     def fields(self) -> FieldChanges | None:
-        """What adds and drops fields; None: this kind of storage has the fields that it was made with."""
+        """Adds and drops fields; None: the fields of this kind of storage never change."""
         return None
 
     @property
     def retention(self) -> Retention | None:
-        """What deletes episodes; None: rows leave by age, or not at all."""
+        """Deletes episodes; None: rows leave by age, or not at all."""
         return None
 
     def row_appender(self, schema: Schema, rows: int = 1) -> RowAppending | None:
-        """Return what appends a few rows of one stream faster than `write`; None: nothing does.
+        """Return an appender that writes a few rows of one stream faster than `write`; None: no such way.
 
         Args:
             schema: The fields of the rows.
@@ -453,7 +453,7 @@ class Storage(ReadView):
 
     @property
     def snapshots(self) -> SnapshotAccess:
-        """What gives the content to snapshots, and replaces it where that is possible."""
+        """Access to the content for snapshots, which read it and, where possible, replace it."""
         return SnapshotAccess(self, self._check_hooks)
 
     def _check_hooks(self) -> None:
@@ -465,62 +465,60 @@ class Storage(ReadView):
 
     @property
     def settings(self) -> RowSettings:
-        """What ranks rows, their specs, and whether they are counted."""
+        """Settings of the rows: their ranking, their specs, and whether uses are counted."""
         return RowSettings(self, self._describe, self._count_sampled)
 
     def _count_sampled(self) -> None:
-        """Count from now on how often rows are handed out; the lock is held."""
+        """Count from now on how often rows are sampled. The caller holds the lock."""
         self._counting = True
         if self._state.sampled is None and self.schema is not None:
             self._begin_sampled()
 
     def _begin_sampled(self) -> None:
-        """Make counts of 0 for all slots."""
+        """Create counts of 0 for all slots."""
         self._state.count_sampled(Sampled(self.geometry.slots or max(4096, self.last)))
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring with the slots beyond its capacity that rows of a schema need.
 
-        Their number is a multiple of the lanes, so that only whole steps of time are overwritten.
+        The number of these slots is a multiple of the lanes, so that only whole steps of time are
+        overwritten.
         """
         spare = spare_slots(ring.capacity, schema.row_bytes + ROW_BYTES)
         return ring.with_slots(round_up(spare, ring.lanes), 0)
 
     def _note_unsaved(self) -> None:
-        """Note that priorities were set: they are kept before long."""
+        """Note that priorities were set, so that they are saved soon."""
 
     def _note_horizon(self, horizon: int) -> None:
-        """Keep the newest id whose slot may be written to from now on."""
+        """Record the newest id whose slot may be written to from now on."""
 
     def _note_interruption(self) -> None:
-        """Note that an act was left in the middle: what is in memory may lag behind the disk."""
+        """Note that an operation was interrupted: memory may lag behind the disk."""
 
     # -- what a storage supplies ---------------------------------------------------------------------
 
     @abstractmethod
     def _create(self, schema: Schema, keys: Keys) -> None:
-        """Make empty columns."""
+        """Create empty columns."""
 
     @abstractmethod
     def _append(self, rows: Rows) -> None:
-        """Append rows: `_reserve` their slots, write their values, then let them be read.
-
-        `_commit` does the last of these.
-        """
+        """Append rows: call `_reserve` for their slots, write their values, then call `_commit`."""
 
     @abstractmethod
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        """Give rows other values: after `hold.wait()`, and inside `_changing`.
+        """Change the values of rows, after `hold.wait()` and inside `_changing`.
 
         Args:
-            ids: Which rows, each once. Shape `(n,)`.
-            places: Of the columns, as `views` has them.
+            ids: Which rows, each at most once. Shape `(n,)`.
+            places: Positions of the columns, as in `views`.
             columns: The values. Shapes `(n, *row shape)`.
-            replaces: Whether they are other rows, all columns of which are given.
+            replaces: Whether these are new rows, with values for all columns.
         """
 
     @abstractmethod
     def sync(self) -> None:
-        """Bring everything that was written to the disk."""
+        """Sync everything that was written to the disk."""

@@ -1,6 +1,6 @@
-"""A batch of rows that a writer has placed, as storages take it.
+"""A batch of rows with their ids, as storages take it.
 
-Made by writers, handed to `Storage.write`. It holds, and decides nothing.
+Created by writers and passed to `Storage.write`. A plain data container.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Payload", "Rows", "now_us"]
 
 @dataclass(slots=True)
 class Rows:
-    """Hold a batch that a writer has placed.
+    """A batch with the ids that a writer has assigned.
 
     Args:
         first_id: Id of its first row; the others follow.
-        count: How many rows.
+        count: Number of rows.
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
         assignment: Ids, episodes and steps.
         time: Microseconds since 1970.
-        info: What is noted about all their episodes, as JSON text.
-        key: The idempotency key under which they are written; None: there is none.
+        info: Annotation of all their episodes, as JSON text.
+        key: The idempotency key under which the rows are written; None: no key.
     """
 
     first_id: int
@@ -40,7 +40,7 @@ class Rows:
 
     @property
     def last_id(self) -> int:
-        """Id of its last row."""
+        """Id of the last row."""
         return self.first_id + self.count - 1
 
     @property
@@ -56,8 +56,8 @@ class Payload:
 
     Args:
         crc: crc32c of all columns but the priorities; 0 in a storage without checksums.
-        inline: The bytes that the record carries itself; b"": none.
-        in_columns: Whether the columns hold the rows. Otherwise the record and the memtable do.
+        inline: The bytes that the record itself contains; b"": none.
+        in_columns: Whether the columns hold the rows. If not, the record and the memtable do.
     """
 
     crc: int = 0

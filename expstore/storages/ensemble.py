@@ -1,4 +1,4 @@
-"""Several storages beside one another, with what is done to the rows of each.
+"""Several storages that are read together, with a transform for the rows of each.
 
 Part of an ensemble of buffers, which reads through it. It writes nothing and draws nothing.
 """
@@ -14,17 +14,17 @@ __all__ = ["StorageEnsemble"]
 
 
 class StorageEnsemble(Members):
-    """Hold the storages of an ensemble of buffers.
+    """The storages of an ensemble of buffers.
 
     `[number]` is one of them, `[numbers]` some as an ensemble, `[numbers, index]` the rows at an index in
     each, in a list. Threads, processes and crashes as the storages.
 
     Args:
         storages: One per member.
-        transforms: What is done to the rows of each; None: nothing.
+        transforms: A transform for the rows of each storage; None: rows are not transformed.
 
     Raises:
-        TypeError: There are not as many transforms as storages.
+        TypeError: The number of transforms differs from the number of storages.
 
     Example:
         >>> storages = StorageEnsemble(MemoryStorage(10), MemoryStorage(20))
@@ -55,5 +55,5 @@ class StorageEnsemble(Members):
 
     @property
     def max_size(self) -> int:
-        """How many rows all of them can hold together."""
+        """How many rows all storages can hold together."""
         return sum(storage.max_size for storage in self._members)

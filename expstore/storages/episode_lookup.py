@@ -1,6 +1,6 @@
-"""Episodes as users ask for them, by their ids: which rows one has.
+"""Look up the rows of an episode by the episode's id.
 
-Used by buffers and by the keeper of the index. It reads no field, and changes nothing.
+Used by buffers and by the index. It reads no field, and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
     """Return the ids of an episode's readable rows, in the order of its steps. Shape `(n,)`, n > 0.
 
     Raises:
-        NotFoundError: There never was such an episode, or none of its rows can be read.
+        NotFoundError: The episode does not exist, or none of its rows can be read any more.
     """
     number = check_episode(episode_id)
     storage.follow()
@@ -39,9 +39,9 @@ def rows_of_episode(storage: ReadView, episode_id: int) -> IntArray:
 
 
 def unknown_episode(storage: ReadView, number: int) -> NotFoundError:
-    """Return what to raise for an episode id that was never given."""
+    """Return the error for an episode id that was never assigned."""
     newest = storage.episodes.next_episode - 1
-    known = f"their ids are 1 to {newest}" if newest else "there is none yet"
+    known = f"their ids are 1 to {newest}" if newest else "the store has no episodes yet"
     return NotFoundError(f"no episode {number}: {known}", hint="rb.episodes() shows those that there are")
 
 
@@ -49,7 +49,7 @@ def check_episode(episode_id: int) -> int:
     """Return an episode id as an int.
 
     Raises:
-        TypeError: It is no integer.
+        TypeError: The id is not an integer.
     """
     try:
         return operator.index(episode_id)

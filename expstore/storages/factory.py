@@ -1,6 +1,6 @@
-"""Which class opens a store for writing: what it was made as says its expstore.json.
+"""Choose the class that opens a store for writing, by the kind of storage in its expstore.json.
 
-Used by whoever is given a path alone. It opens nothing itself.
+Used by callers that have only a path. This module opens no file itself, except to read expstore.json.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["open_storage"]
 def open_storage(
     path: Path, capacity: int | None = None, *, settings: Settings | None = None, disk: Disk | None = None
 ) -> Store:
-    """Open a store for writing, or make one.
+    """Open a store for writing, or create it.
 
     Args:
-        path: Its folder.
+        path: The store's folder.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: As of `expstore.open`; where they do not say which storage, a new store has Zarr columns.
-        disk: Where files are touched.
+        settings: The options of `expstore.open`; by default a new store has Zarr columns.
+        disk: The disk on which files are accessed.
 
     Raises:
-        LockedError: Another buffer has it open.
+        LockedError: Another buffer has the store open.
         StateError: A setting contradicts the store.
         CorruptionError: The store is damaged.
     """

@@ -1,7 +1,7 @@
-"""A store that is only read, with or without a writer in another process.
+"""A store that is opened for reading only, with or without a writer in another process.
 
-The storage behind `expstore.open(mode="r")`. It works from expstore.json, STATE, the journal, the columns
-and episodes.log; it takes no lock and writes nothing, so any number may follow one store.
+The storage behind `expstore.open(mode="r")`. It reads expstore.json, STATE, the journal, the columns and
+episodes.log. It takes no lock and writes nothing, so any number of followers may read one store.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from expstore.storages.snapshots.restore import refuse_half_loaded
 
 __all__ = ["FollowerStorage", "Origin"]
 
-#: A look at files that a writer removes meanwhile is repeated so often, after pauses that double.
+#: Maximum number of attempts to read files that a writer may remove meanwhile; pauses in between double.
 _LOOKS, _PAUSE_SECONDS = 7, 0.002
 _Found = TypeVar("_Found")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Source:
-    """What rows are read from, swapped as one.
+    """Where rows are read from. The object is replaced as a whole.
 
     Args:
-        live: Whether a writer is at work: then STATE says what can be read.
-        seen: Words of STATE that must not move: (generation, layout), and all of them if nobody writes that
-            is known of; None: there is no STATE.
-        columns: Opened for reading; None: there are no fields yet.
+        live: Whether a writer is at work. Then STATE says which rows can be read.
+        seen: The values of STATE that must not change: (generation, layout), or all values if no writer is
+            known; None: there is no STATE.
+        columns: The columns, opened for reading; None: there are no fields yet.
         overlay: Rows that the columns lack.
     """
 
@@ -67,7 +67,7 @@ class _Source:
     overlay: Overlay = dataclasses.field(default_factory=Overlay)
 
     def holds(self, view: StateView | None) -> bool:
-        """Return whether STATE is still as it was when this was put together."""
+        """Return whether STATE has not changed since this object was made."""
         if view is None or self.seen is None:
             return view is self.seen
         return view[: len(self.seen)] == self.seen
@@ -79,10 +79,10 @@ class _Source:
 
 
 class _FollowedNotes(EpisodeList):
-    """What was noted about episodes that ended, as the files of the store have it.
+    """The entries of episodes.log: annotations of ended episodes, read from the store's files.
 
     Args:
-        read: Reads all of it.
+        read: Reads all entries.
     """
 
     __slots__ = ("_read",)
@@ -97,7 +97,7 @@ class _FollowedNotes(EpisodeList):
 
 
 class _FollowedSettings(ReadSettings):
-    """Read settings that another process may change.
+    """Settings that another process may change.
 
     Args:
         view: The follower.
@@ -111,20 +111,20 @@ class _FollowedSettings(ReadSettings):
         self._specs = specs
 
     def specs(self) -> str:
-        """Return the text of the specs as the writer keeps it now."""
+        """Return the text of the specs as the writer has it now."""
         return self._specs()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Say how a fork, or a copy in another process, finds the rows of a storage.
+    """How a fork, or a copy in another process, opens the rows of a storage.
 
     Args:
         path: The store's folder.
-        seed: The reader's own.
-        reason: Why nothing is written there.
-        forked: Whether the process is a fork: then other threads' libraries cannot be relied on.
-        copied: Whether the storage is one of several, of which none may repeat another's draws.
+        seed: The reader's own seed; None: it has none.
+        reason: Why the store cannot be written to here, for error messages.
+        forked: Whether the process is a fork, in which libraries that use threads do not work.
+        copied: Whether the storage is one of several copies, which must not repeat each other's draws.
     """
 
     path: Path
@@ -135,21 +135,21 @@ class Origin:
 
     @classmethod
     def of(cls, storage: ReadView) -> Origin | None:
-        """Return where a storage's rows come from; None: from RAM."""
+        """Return the origin of a storage's rows; None if they are in RAM."""
         if storage.manifest is None or storage.path is None:
             return None
         seed = storage._own_seed if isinstance(storage, FollowerStorage) else None
         return cls(storage.path.absolute(), seed)
 
     def in_fork(self) -> Origin:
-        """Return what a forked child opens."""
+        """Return the origin that a forked child opens."""
         reason = (
             "was opened by another process, of which this one is a fork: here it is open for reading only"
         )
         return dataclasses.replace(self, reason=reason, forked=True, copied=True)
 
     def elsewhere(self) -> Origin:
-        """Return what a pickled copy opens."""
+        """Return the origin that a pickled copy opens."""
         reason = "is open for reading only in a copy of a buffer"
         return dataclasses.replace(self, reason=reason, forked=False, copied=True)
 
@@ -180,12 +180,12 @@ class FollowedChanges:
 
     @property
     def number(self) -> int:
-        """A number that moves when a change begins and when it ends; odd meanwhile."""
+        """A number that changes when a change begins and when it ends; odd meanwhile."""
         watch = self._watch
         return 2 * self._openings if watch is None else watch.change
 
     def since(self, before: int) -> IntArray | None:
-        """Return the slots changed since `number` was this even number, `(n,)`; None if that is unknown."""
+        """Return the slots changed since `number` was this even number, `(n,)`; None if they are unknown."""
         watch = self._watch
         return None if watch is None else watch.changed_since(before)
 
@@ -193,7 +193,7 @@ class FollowedChanges:
 class FollowerStorage(ReadView):
     """Read a store that another process may be writing to.
 
-    While a writer works, the newest rows can be read once they are in the columns: when the `extend` that
+    While a writer works, new rows become readable once they are in the columns: when the `extend` that
     wrote them returns, or within 0.1 s if batches are small (up to 64 rows of 16 KiB together). Crashes: a
     follower has nothing to lose. Threads: any number read. Processes: any number follow a store and outlive
     its writers.
@@ -201,15 +201,15 @@ class FollowerStorage(ReadView):
     Args:
         path: The store's folder.
         capacity: As stored, or None.
-        settings: As of `expstore.open`; `seed` is the reader's own.
-        disk: Where files are touched; by default one that refuses to change any.
-        origin: How a fork or a copy came to it.
+        settings: The options of `expstore.open`; `seed` is the reader's own.
+        disk: The disk on which files are accessed; by default one that refuses to change any.
+        origin: How a fork or a copy was made.
 
     Raises:
         NotFoundError: There is no store.
         StateError: A setting contradicts the store.
-        CorruptionError: The journal or expstore.json is damaged. A damaged column is refused when it is
-            touched, the others can be read.
+        CorruptionError: The journal or expstore.json is damaged. A damaged column raises when it is read; the
+            others can be read.
     """
 
     follows = True
@@ -244,15 +244,15 @@ class FollowerStorage(ReadView):
         self._watch = Watch(disk, path)
         self._look_again()
 
-    # -- finding out what is there ---------------------------------------------------------------
+    # -- finding the writer and the rows -----------------------------------------------------------
 
     def _look_again(self) -> None:
-        """Find out anew who writes, and what can be read."""
+        """Find out again who writes, and which rows can be read."""
         with self.lock:
             self._patiently(self._look)
 
     def _patiently(self, act: Callable[[], _Found]) -> _Found:
-        """Act; repeat it where a file has changed under it, as they do while a writer comes or works."""
+        """Call a function; retry it on a StorageError, because files change while a writer opens or works."""
         for look in range(_LOOKS - 1):
             try:
                 return act()
@@ -273,7 +273,7 @@ class FollowerStorage(ReadView):
         )
         fits = watch.fits(manifest.uuid, manifest.generation)
         if not former.live and view is not None and former.seen and view[:2] == former.seen[:2]:
-            self._unseen = True  # taken for dead, in a container perhaps, it goes on all the same
+            self._unseen = True  # it looked dead, perhaps because it is in a container, but it still writes
         live = (
             fits
             and view is not None
@@ -288,7 +288,7 @@ class FollowerStorage(ReadView):
         try:
             if found is None and view is not None and source.columns is not None:
                 source.columns.look(self._slots_of(view.last))
-                if view.last > view.retired:  # else there is none, and ids before were never written
+                if view.last > view.retired:  # else no row is readable, and ids may be unwritten
                     source.columns.look_to(view.last)
             if source.columns is not None and self._origin.forked:
                 source.columns.do_without_threads()
@@ -301,7 +301,7 @@ class FollowerStorage(ReadView):
         self._take_over(source, found, 0 if view is None else view.last)
 
     def _description_of(self, manifest: Manifest) -> Description:
-        """Return what expstore.json says, but with the reader's own seed, if it has one."""
+        """Return the description in expstore.json, with the reader's own seed if it has one."""
         found = Description.of(manifest)
         return found if self._own_seed is None else dataclasses.replace(found, seed=self._own_seed)
 
@@ -337,16 +337,17 @@ class FollowerStorage(ReadView):
         self.epochs.note_content()
 
     def _slots_of(self, last: int) -> int:
-        """Return how many slots the ids up to `last` take."""
+        """Return how many slots the ids up to `last` occupy."""
         return last if self.geometry.slots is None else min(last, self.geometry.slots)
 
     def follow(self, *, priorities: bool = False) -> None:
-        """Bring episodes up to the rows that show, and notice that the writer has gone.
+        """Update episodes to the readable rows, and notice whether the writer has stopped.
 
-        Rows show by themselves while it writes, those of small batches within 0.1 s: they are not waited for.
+        Rows become readable without this call, rows of small batches within 0.1 s; this method does not wait
+        for them.
 
         Args:
-            priorities: Whether priorities may have been set, too.
+            priorities: Whether to assume that priorities were set, too.
 
         Raises:
             StateError: The follower is closed.
@@ -369,7 +370,7 @@ class FollowerStorage(ReadView):
 
     @property
     def settings(self) -> ReadSettings:
-        """What is known of the rows besides their values, as the writer keeps it now."""
+        """Settings of the rows, as the writer has them now."""
         return _FollowedSettings(self, self._read_specs)
 
     def _read_specs(self) -> str:
@@ -384,7 +385,7 @@ class FollowerStorage(ReadView):
         return Manifest.load(self.disk, self.path).generation
 
     def _go_on(self) -> None:
-        """Bring episodes up to the rows that can be read."""
+        """Update episodes to the readable rows."""
         view = self._watch.look()
         if view is None or self._source.columns is None:
             return
@@ -409,7 +410,7 @@ class FollowerStorage(ReadView):
             self.priorities.note_largest(tail.state.max_priority)
 
     def _episode_rows(self, first_id: int, count: int) -> tuple[IntArray, IntArray] | None:
-        """Return episodes and steps of a run of rows, less those that were overwritten meanwhile."""
+        """Return episodes and steps of a run of rows, without rows that were overwritten meanwhile."""
         columns = self._source.columns
         found = (
             None if columns is None else episode_rows(columns, Overlay(), self.geometry.runs(first_id, count))
@@ -420,10 +421,10 @@ class FollowerStorage(ReadView):
         gone = max(0, min(count, view.horizon - self.geometry.slots - (first_id - 1)))
         return found[0][gone:], found[1][gone:]
 
-    # -- what can be read ------------------------------------------------------------------------
+    # -- readable rows -----------------------------------------------------------------------------
 
     def _current(self) -> _Source:
-        """Return what rows are read from, after another look if STATE has moved."""
+        """Return where rows are read from; look again if STATE has changed."""
         for _ in range(_LOOKS):
             if self._source.holds(self._watch.look()):
                 break
@@ -440,14 +441,14 @@ class FollowerStorage(ReadView):
 
     @property
     def query_window(self) -> Window:
-        """The ids that SQL sees: those of which episodes are known, too."""
+        """The ids that SQL sees: readable rows whose episodes are known."""
         view, tail = self._watch.look(), self._tail
         if not self._source.live or view is None or tail is None:
             return self._state.window
         return self._window_of(view, min(view.last, tail.state.last))
 
     def _window_of(self, view: StateView, last: int) -> Window:
-        if last > max(self._known, view.retired):  # ids that were never written are not looked for
+        if last > max(self._known, view.retired):  # ids that were never written are not searched for
             self._look_further(last)
         low = view.retired
         if self.capacity is not None:
@@ -455,7 +456,7 @@ class FollowerStorage(ReadView):
         return Window(min(low, last), last, self.manifest.gaps)
 
     def _look_further(self, last: int) -> None:
-        """Open what the ids up to `last` need."""
+        """Open the files for the ids up to `last`."""
         with self.lock:
             columns = self._source.columns
             if columns is not None and last > self._known:
@@ -469,12 +470,12 @@ class FollowerStorage(ReadView):
 
     @property
     def given_up(self) -> int:
-        """The newest id that was given up for other reasons than age."""
+        """The newest id that was removed for another reason than age."""
         view = self._watch.look() if self._source.live else None
         return self._state.retired if view is None else view.retired
 
     def archived(self) -> FollowerStorage | None:
-        """Return where rows are that have left the store; None: nowhere.
+        """Return a follower of the archive, which holds rows that have left the store; None: no archive.
 
         Raises:
             NotFoundError: The archive has been moved.
@@ -494,7 +495,7 @@ class FollowerStorage(ReadView):
         return self.window.rows
 
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been written to for a later row."""
+        """Return whether no slot of these ids has been overwritten by a later row."""
         source, view = self._source, self._watch.look()
         if not source.holds(view):
             return False
@@ -507,18 +508,18 @@ class FollowerStorage(ReadView):
     # -- reading ---------------------------------------------------------------------------------
 
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
-        """Copy rows out; ask `intact` afterwards.
+        """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
             ids: Which rows. Shape `(n,)`.
-            places: Positions of the fields wanted; None: all.
+            places: Positions of the fields to read; None: all.
 
         Returns:
             One array per field. Shapes `(n, *row shape)`.
 
         Raises:
             StateError: The writer has been changing these very rows for a second.
-            CorruptionError: They lie in a damaged file.
+            CorruptionError: The rows are in a damaged file.
         """
         slots = self.geometry.slot_of(ids)
         due = 0.0
@@ -531,13 +532,13 @@ class FollowerStorage(ReadView):
             now = time.monotonic()
             due = due or now + tuning.CHANGE_SECONDS
             if now > due:
-                self._look_again()  # it may have died in the middle
+                self._look_again()  # the writer may have died during the change
                 if self._source.live:
                     raise StateError(f"the writer of {self.path} is changing these rows", hint="try again")
             time.sleep(_PAUSE_SECONDS)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
         source = self._source
         if source.columns is None:
             raise StateError("the store has no rows yet", hint="wait until its writer has extended it")
@@ -546,7 +547,7 @@ class FollowerStorage(ReadView):
         return source.overlay.take(group, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
+        """Return the bytes of some rows in the fields without a fixed size. Shapes `(n,)`."""
         columns = self._source.columns
         if columns is None:
             return np.zeros(ids.size, np.int64)
@@ -581,7 +582,7 @@ class FollowerStorage(ReadView):
     # -- the writer's side ---------------------------------------------------------------------------
 
     def writer(self) -> NoReturn:
-        """Refuse: this object only reads.
+        """Raise an error: this object only reads.
 
         Raises:
             StateError: Always; the message says who may write.
@@ -593,7 +594,7 @@ class FollowerStorage(ReadView):
             hint="write with the buffer that has it open with mode='a'",
         )
 
-    # -- life ------------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def more_stats(self) -> dict[str, Any]:
         """Return path and generation, whether there is a writer, and which files are damaged."""
@@ -603,11 +604,11 @@ class FollowerStorage(ReadView):
             "live": self._source.live,
             "damaged": [] if self._source.columns is None else self._source.columns.damaged,
             "recovered": self.counters.recovered,
-            "write_keys": None,  # only a writer asks for them
+            "write_keys": None,  # only a writer reports them
         }
 
     def close(self) -> None:
-        """Let go; a second call does nothing."""
+        """Close the files; a second call does nothing."""
         with self.lock:
             self._note_closed()
             if self._archived is not None:
@@ -622,16 +623,16 @@ class FollowerStorage(ReadView):
 
 
 def _read_log(disk: Disk, path: Path, length: int, entries: Iterable[LogEntry]) -> Iterator[LogEntry]:
-    """Return what episodes.log says in its first `length` bytes, and the entries behind that."""
+    """Yield the entries in the first `length` bytes of episodes.log, then `entries`."""
     yield from read_log(disk, path / LOG, length)
     yield from entries
 
 
 def _priorities(columns: ReadColumns, overlay: Overlay, slots: int) -> Array:
-    """Return the priorities by slot, without copying them where that can be helped."""
+    """Return the priorities by slot, without copying them if possible."""
     column = columns.row_fields[-1]
     if not column.damaged and not overlay:
-        # Looked at only where there are rows: there it has no holes, and shows what the writer sets.
+        # The column is mapped only where rows are: there it has no holes, and shows what the writer sets.
         return column.part(0, column.ready)
     values = np.ones(max(column.ready, slots), np.float32)
     for number in range(-(-column.ready // column.rows)):

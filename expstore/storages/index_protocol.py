@@ -1,6 +1,6 @@
-"""Which index a storage has, and what it asks of who keeps it.
+"""The link from a storage to its index, and what the storage needs of the index.
 
-The index is in a package above the storages, which know it only as an object that they were given.
+The index is in a package above the storages, which know it only as an object that they are given.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ __all__ = ["CatalogLike", "IndexLink"]
 
 
 class CatalogLike(Protocol):
-    """What a storage needs of the keeper of the index."""
+    """What a storage needs of its index."""
 
     def keep_up(self) -> None:
-        """Hand the index what it lacks, unless it was let go of for good."""
+        """Index the changes that the index lacks; do nothing once the index is closed for good."""
 
     def busy(self) -> bool:
-        """Return whether many changes wait for the index."""
+        """Return whether many changes wait to be indexed."""
 
     def facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         """Return facts about episodes."""
 
     def close(self) -> None:
-        """Bring the index up to date and let go of it."""
+        """Update the index and close it."""
 
 
 class IndexLink:
-    """Hold the keeper of a storage's index weakly: it holds the storage.
+    """Hold a storage's index weakly, because the index holds the storage.
 
-    A buffer that was forgotten is collected at once, then, and its index with it.
+    A buffer without references is then freed at once, and its index with it.
 
     Args:
-        path: Where the index is kept; None: in memory.
+        path: The file of the index; None: in memory.
     """
 
     __slots__ = ("_catalog", "path")
@@ -47,12 +47,12 @@ class IndexLink:
         self._catalog: Callable[[], CatalogLike | None] = _none
 
     def use(self, catalog: CatalogLike) -> None:
-        """Give changes to this keeper, before the journal forgets them."""
+        """Send changes to this index, before the journal drops them."""
         self._catalog = weakref.ref(catalog)
 
     @property
     def catalog(self) -> CatalogLike | None:
-        """Who keeps the index; None: the storage has no index."""
+        """The storage's index; None: it has no index."""
         return self._catalog()
 
 

@@ -1,7 +1,7 @@
 """A storage's rows by index: `get` and `set`, as torchrl's storages have them, and `[]`.
 
-Used by storages and buffers. It puts rows together by the storage's form; what it writes goes through
-`Storage.change` or `Storage.write`, and so it promises what they do.
+Used by storages and buffers. Rows are returned in the storage's container type. Writes go through
+`Storage.change` or `Storage.write`, with the guarantees of these methods.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ __all__ = [
     "rows_of",
 ]
 
-PATIENCE = 3  # reads that may meet overwritten rows before the writer is asked to wait
+PATIENCE = 3  # reads that may find overwritten rows before the writer is asked to wait
 OVERTAKEN = "the writer overwrites rows faster than they can be read"
 
 
 def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
-    """Return which dims of a batch make the rows of a storage; `dim` is time, by default the last of them."""
+    """Return which dims of a batch are rows of a storage; `dim` is time, by default the last of them."""
     from expstore.data.containers import Layout
 
     traits = storage.row_traits
@@ -70,15 +70,15 @@ def layout_of(storage: ReadView, dim: int | None = None) -> Layout:
 
 
 def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[int, ...]]:
-    """Return the ids of the rows that an index means, and the shape of what it takes.
+    """Return the ids of the rows that an index selects, and the shape of the selection.
 
     Args:
-        storage: Where they are.
+        storage: The storage with the rows.
         index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
         dim: Which dim of that tensor is time: it is swapped with the first.
 
     Returns:
-        Ids, flat, and the shape that they have together; `()`: one row without a dim.
+        Flat ids, and the shape that they have together; `()` for one row without a dim.
 
     Raises:
         NotFoundError: There is no such row.
@@ -96,7 +96,7 @@ def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[i
 
 
 def _plain(index: Any) -> Any:
-    """Return an index in terms of NumPy's: torch's tensors, and ranges, are none."""
+    """Convert an index to NumPy's types: torch tensors and ranges become arrays, `...` becomes a slice."""
     if isinstance(index, tuple):
         return tuple(map(_plain, index))
     if index is Ellipsis:
@@ -109,10 +109,10 @@ def _plain(index: Any) -> Any:
 
 
 def _sorted(storage: ReadView) -> IntArray:
-    """Return the ids that can be read, in the order of their numbers; whole steps. Shape `(rows,)`."""
+    """Return the readable ids of whole steps, in the order of their indices. Shape `(rows,)`."""
     window = storage.window
     ids = window.ids()
-    if window.gaps and storage.geometry.lanes > 1:  # a repair may have given up some cells of a step
+    if window.gaps and storage.geometry.lanes > 1:  # a repair may have deleted some cells of a step
         _, step, cells = np.unique(
             (ids - 1) // storage.geometry.lanes, return_inverse=True, return_counts=True
         )
@@ -136,7 +136,7 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
     if numbers.size and numbers.dtype.kind not in "iu":
         raise TypeError(f"rows are found by integers, not {numbers.dtype}")
     shape, numbers = numbers.shape, numbers.reshape(-1).astype(np.int64)
-    # Where rows were given up without newer ones in their place, the newest is still number -1.
+    # Where rows were deleted without newer ones in their place, the newest is still number -1.
     end = storage.last if storage.capacity is None else storage.window.size
     return storage.geometry.ids_at(np.where(numbers < 0, numbers + end, numbers), storage.window), shape
 
@@ -148,13 +148,13 @@ def read_rows(
     *,
     read: Callable[[IntArray], tuple[list[Array], bool]] | None = None,
 ) -> tuple[IntArray, list[Array]]:
-    """Copy rows out that nobody overwrites meanwhile.
+    """Copy rows out that are not overwritten while they are copied.
 
     Args:
-        storage: Where they are.
-        locate: Returns their ids; asked again where the writer was faster.
-        places: Positions of the fields wanted; None: all.
-        read: Copies rows and says whether all that it has read is whole; None: the storage does.
+        storage: The storage with the rows.
+        locate: Returns their ids; called again if rows were overwritten meanwhile.
+        places: Positions of the fields to read; None: all.
+        read: Copies rows and returns whether all of them are whole; None: `storage.read` and `intact`.
 
     Returns:
         Ids, and one array per field. Shapes `(n,)` and `(n, *row shape)`.
@@ -187,29 +187,29 @@ def read_rows(
 def read_present(
     storage: ReadView, ids: IntArray, places: Sequence[int] | None = None
 ) -> tuple[IntArray, list[Array]]:
-    """Copy out those of some rows that are still there.
+    """Copy out the rows that are still in the store.
 
     Args:
-        storage: Where they are.
-        ids: Theirs. Shape `(n,)`.
-        places: Positions of the fields wanted; None: all.
+        storage: The storage with the rows.
+        ids: Ids of the rows. Shape `(n,)`.
+        places: Positions of the fields to read; None: all.
 
     Returns:
         Ids, in the same order, and one array per field. Shapes `(m,)` and `(m, *row shape)`.
 
     Raises:
-        StateError: As `read_rows`.
+        StateError: The storage is closed; or a writer in another process overwrites the rows too fast.
     """
     return read_rows(storage, lambda: ids[storage.window.holds(ids)], places)
 
 
 def get(storage: ReadView, index: Any, dim: int = 0) -> Any:
-    """Read rows by index, put together as they came.
+    """Read rows by index, in the container type in which they were written.
 
     Args:
-        storage: Where they are.
-        index: As `find`.
-        dim: As `find`.
+        storage: The storage with the rows.
+        index: As for a tensor of all rows: integers, slices, arrays, masks, tuples of them.
+        dim: Which dim of that tensor is time: it is swapped with the first.
     """
     from expstore.data.containers import form_of
 
@@ -236,7 +236,7 @@ def _moved(rows: Any, device: torch.device) -> Any:
 
 
 def contains(storage: ReadView, item: Any) -> Any:
-    """Say which indices rows can be read at, as torchrl's storages do."""
+    """Return which indices can be read, as torchrl's storages do."""
     import torch
 
     numbers = np.asarray(_plain(item))
@@ -252,24 +252,24 @@ def contains(storage: ReadView, item: Any) -> Any:
 
 
 def rows_of(storage: ReadView) -> Iterator[Any]:
-    """Yield row after row, in the order of their indices; of time, where `ndim` is larger than 1."""
+    """Yield the rows in the order of their indices; steps of time if `ndim` is larger than 1."""
     rows = len(storage) if storage.geometry.lanes == 1 else _sorted(storage).size // storage.geometry.lanes
     for number in range(rows):
         yield get(storage, number)
 
 
 def put(storage: Storage, index: Any, data: Any, *, appends: bool = True) -> None:
-    """Replace rows by index; rows right behind the last one are appended.
+    """Replace rows by index; rows right after the last one are appended.
 
     Args:
-        storage: Where they are.
-        index: One integer, several, or a slice; of time where `ndim` is larger than 1.
-        data: One row for one integer, otherwise as many.
-        appends: Whether rows right behind the last one are appended; False: they are missing.
+        storage: The storage with the rows.
+        index: One integer, several, or a slice; steps of time if `ndim` is larger than 1.
+        data: One row for a single integer, otherwise one row per index.
+        appends: Whether rows right after the last one are appended; False: such an index is an error.
 
     Raises:
-        NotFoundError: There is no such row, nor would it be the next.
-        SchemaError: The rows do not fit.
+        NotFoundError: There is no such row, and it would not be the next row.
+        SchemaError: The rows do not fit the schema.
     """
     from expstore.data.containers import take
 
@@ -290,9 +290,9 @@ def put(storage: Storage, index: Any, data: Any, *, appends: bool = True) -> Non
 
 
 def _next_rows(storage: ReadView, index: Any, batch: Batch) -> Array | None:
-    """Return which rows of a batch are to come right behind the last one; None: not all others are stored.
+    """Return which rows of a batch are appended after the last row; None: the index does not allow it.
 
-    Shape `(n,)`, bool. Where `ndim` is larger than 1 all rows come behind it, or none.
+    Shape `(n,)`, bool. If `ndim` is larger than 1, either all rows are appended or none.
     """
     if isinstance(index, (slice, tuple)) or np.asarray(index).dtype.kind not in "iu":
         return None
@@ -324,7 +324,7 @@ def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
         ndim: How many dims are rows.
 
     Raises:
-        SchemaError: It has fewer dims, or cannot be kept.
+        SchemaError: The batch has fewer dims, or cannot be stored.
     """
     from expstore.data.containers import Layout, take
 
@@ -333,7 +333,7 @@ def rows_along(data: Any, ndim: int) -> tuple[int, ...]:
 
 
 def append(storage: Storage, data: Any) -> None:
-    """Append a batch to a storage that nobody samples from; its first `ndim` dims are rows."""
+    """Append a batch without informing samplers; its first `ndim` dims are rows."""
     from expstore.data.containers import take
 
     with storage.lock:
@@ -342,7 +342,7 @@ def append(storage: Storage, data: Any) -> None:
 
 
 def _append(storage: Storage, batch: Batch) -> None:
-    """Append rows to a storage that nobody samples from."""
+    """Append rows without informing samplers."""
     from expstore.data.batch import StepReader
 
     schema = prepare(storage, batch)
@@ -360,7 +360,7 @@ def append_rows(
     info: str = "",
     key: WriteKey | None = None,
 ) -> IntArray:
-    """Give rows the next ids and write them; the storage's lock is held. Returns the ids, of shape `(n,)`."""
+    """Write rows under the next ids; the storage's lock is held. Returns the ids. Shape `(n,)`."""
     if steps.session is not None:
         reopen_session(storage, steps.session)
     window, table, time = storage.state.window, storage.state.episodes, now_us()
@@ -382,10 +382,10 @@ def append_rows(
 
 
 def prepare(storage: Storage, batch: Batch) -> Schema:
-    """Return the schema, which the first rows fix.
+    """Return the schema; the first batch of rows determines it.
 
     Raises:
-        SchemaError: Rows of the batch are put together in another way than those in the storage.
+        SchemaError: The batch has another container type than the rows in the storage.
     """
     from expstore.data.containers import check_form
 
@@ -399,15 +399,15 @@ def prepare(storage: Storage, batch: Batch) -> Schema:
 
 
 def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
-    """Put a batch in the place of rows; the storage's lock is held.
+    """Replace rows by a batch. The storage's lock is held.
 
     Args:
-        storage: Where they are.
-        ids: Which rows; of one given twice the last value counts. Shape `(n,)`.
-        batch: One row for each. A field that came later and is not in it stays as it is.
+        storage: The storage with the rows.
+        ids: Which rows; if an id is given twice, its last row is used. Shape `(n,)`.
+        batch: One row for each id. A field that was added later and is not in the batch is not changed.
 
     Raises:
-        SchemaError: They are not as many, or do not fit.
+        SchemaError: The number of rows differs from the number of ids, or the rows do not fit the schema.
     """
     if batch.count != ids.size:
         raise SchemaError(f"{ids.size} rows are to be replaced by {batch.count}")

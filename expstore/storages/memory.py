@@ -1,6 +1,6 @@
 """Rows in RAM: the reference of the tests, and a buffer for small runs.
 
-Same rows, episodes and SQL as a store on disk; nothing outlives the process.
+Rows, episodes and SQL are as in a store on disk; nothing survives the process.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ __all__ = ["MemoryStorage"]
 
 
 class MemoryStorage(PortableStorage):
-    """Keep rows in RAM.
+    """Store rows in RAM.
 
     Threads as `Storage`; a forked child has its own copy; nothing survives the process. Fields of dtype
-    "object" hold any Python object, itself and no copy; a store with such a field cannot be dumped, nor one
-    with rows of no fixed size.
+    `"object"` hold any Python object, by reference. A store with such a field, or with rows of no fixed
+    size, cannot be dumped.
 
     Args:
         capacity: Most readable rows; None: unbounded.
         seed: Key of all draws.
-        ndim: As `Storage`.
-        flatten: Whether all dims of a batch are rows of streams of their own, as in stores on disk.
-
+        ndim: How many dims of a batch are rows, time being the first; see `Storage`.
+        flatten: Whether all dims of a batch are rows, each of a stream of its own, as in stores on disk.
     Example:
         >>> rb = ReplayBuffer(storage=MemoryStorage(1000), batch_size=32)
     """
@@ -69,7 +68,7 @@ class MemoryStorage(PortableStorage):
         self._reshaping = Reshaping(self.locks.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a copy, here or in another process, have the whole content and go on by itself."""
+        """Pickle the whole content: a copy, here or in another process, is independent of this storage."""
         traits = {name: getattr(self, name) for name in ("device", "row_traits")}
         return _copy, (type(self), self.capacity, self.seed, self.ndim, traits, self.state_dict())
 
@@ -79,19 +78,19 @@ class MemoryStorage(PortableStorage):
         self._columns = [_empty(entry, size) for entry in fields]
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
-        """Return a ring with few spare slots for objects: each keeps one alive until it is overwritten."""
+        """Return a ring with few spare slots for objects: each slot keeps an object alive."""
         if ring.capacity is None or not schema.objects:
             return super().geometry_for(schema, ring)
         return ring.with_slots(round_up(-(-ring.capacity // 8), ring.lanes), 0)
 
     @property
     def snapshots(self) -> _Snapshots:
-        """What gives the content to snapshots, and replaces it."""
+        """Access to the content for snapshots, which read and replace it."""
         return _Snapshots(self, self._check_hooks, self._hook_content)
 
     @property
     def fields(self) -> _Fields:
-        """What adds and drops fields."""
+        """Adds and drops fields."""
         return _Fields(self)
 
     def _add_field(self, coming: Coming) -> None:
@@ -221,7 +220,7 @@ class MemoryStorage(PortableStorage):
         return columns, priorities, table
 
     def _arrange_sampled(self, arrival: Arrival) -> Sampled | None:
-        """Return how often the rows that arrive were handed out; None where nobody asks."""
+        """Return how often the restored rows were sampled; None if neither side counts."""
         manifest = arrival.manifest
         if manifest.schema is None or not (arrival.counted or self._counting):
             return None
@@ -240,13 +239,13 @@ class MemoryStorage(PortableStorage):
                 _put(kept[place], slots, values)
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         self._prefetcher.ask(slots, wanted, self._narrow_columns)
         return [self._taken(place, slots) for place in wanted]
 
     def _narrow_columns(self, places: Sequence[int]) -> list[Array]:
-        """Return the rows of those columns whose rows are copied one by one."""
+        """Return those of the columns whose rows are copied one by one."""
         columns = (self._columns[place] for place in places)
         arrays = [column for column in columns if isinstance(column, np.ndarray)]
         return [rows for rows in arrays if rows.strides[0] < WIDE_ROW and not rows.dtype.hasobject]

@@ -1,7 +1,7 @@
-"""What makes a writer wait while rows are being copied.
+"""Make writers wait while rows are being copied for a snapshot.
 
-Used by storages for snapshots: whoever copies says which rows it still needs, oldest first, and a writer
-that would overwrite one of them waits. It knows ids only, no slots and no files.
+Used by storages. The copier reports which rows it still needs, oldest first. A writer that would overwrite
+one of them waits. This module knows only ids, no slots and no files.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ __all__ = ["Hold"]
 
 
 class Hold:
-    """Keep rows as they are until they are copied.
+    """Keep rows unchanged until they are copied.
 
-    Threads: one copies at a time, the next one waits; any number may wait for it. Processes: a forked
-    child, in which nobody copies, never waits.
+    Threads: one copies at a time, the next one waits; any number of writers may wait. Processes: a forked
+        child
+    never waits, because the copying thread does not exist there.
 
     Args:
-        order: Of the storage's locks.
-        counters: Where waits are counted.
+        order: The lock order of the storage.
+        counters: Counts the waits.
     """
 
     def __init__(self, order: LockOrder, counters: Counters) -> None:
@@ -34,7 +35,7 @@ class Hold:
         self._begin()
 
     def _begin(self) -> None:
-        #: The oldest id that must stay as it is; 0: none. Read without a lock.
+        #: The oldest id that must not change; 0: no id is pinned. Read without a lock.
         self.first = 0
         self._moved = threading.Condition(self._order.ranked("hold", threading.Lock()))
         self._turn = self._order.ranked("dump", threading.Lock())
@@ -42,7 +43,7 @@ class Hold:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Be the only one who copies; let everybody go on at the end, whatever has happened."""
+        """Let only the caller copy during the block; release all rows at its end, also after an error."""
         if os.getpid() != self._pid:
             self._begin()
         with self._turn:
@@ -52,13 +53,13 @@ class Hold:
                 self.move(0)
 
     def move(self, first: int) -> None:
-        """Say that ids below `first` are copied; 0: all of them."""
+        """Note that ids below `first` are copied; 0: all ids are."""
         with self._moved:
             self.first = first
             self._moved.notify_all()
 
     def wait(self, through: int | None = None) -> None:
-        """Wait until the ids up to `through` are copied, or all (None)."""
+        """Wait until the ids up to `through` are copied, or all ids (None)."""
         if not self.first:
             return
         if os.getpid() != self._pid:

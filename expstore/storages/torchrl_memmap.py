@@ -1,7 +1,7 @@
-"""Rows in a folder that need not outlive the process, under the name and with the arguments of TorchRL.
+"""TorchRL's `LazyMemmapStorage`: rows in a folder that need not outlive the process.
 
-What users of TorchRL hold where rows do not fit into RAM. It is a `ZarrStorage`, which may remove its folder;
-it never removes one that was given unless it is asked to.
+For users of TorchRL whose rows do not fit into RAM. It is a `ZarrStorage` that can remove its folder. A
+folder that was passed in is removed only on request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyMemmapStorage"]
 
-#: So often a folder is removed in which another thread may be making files.
+#: Maximum number of attempts to remove a folder in which another thread may be creating files.
 _TRIES = 100
 
 
@@ -41,7 +41,7 @@ def _in_the_way(folder: str) -> StateError:
 
 
 class _ScratchDisk(Disk):
-    """Act on files that go with the process: none of them is worth waiting for."""
+    """A disk that never syncs: its files are removed with the process."""
 
     def sync_all(
         self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
@@ -53,13 +53,14 @@ class _ScratchDisk(Disk):
 
 
 class LazyMemmapStorage(ZarrStorage, PortableStorage):
-    """Keep rows of tensors in files, which are mapped when they are read.
+    """Store rows of tensors in files, which are memory-mapped when they are read.
 
-    With a `scratch_dir` it is a store like any other, which `expstore.open` opens, too. Without one it lies
-    in a folder of its own among the system's temporary files, which nothing is synced in, and which goes with
-    the storage.
+    With a `scratch_dir` it is an ordinary store, which `expstore.open` can open, too. Without one it uses a
+    folder of its own among the system's temporary files, in which nothing is synced, and which is removed
+    with the storage.
 
-    Crashes: a store in a `scratch_dir` as `ZarrStorage`; a temporary folder is left behind by a kill only.
+    Crashes: a store in a `scratch_dir` behaves as `ZarrStorage`; a temporary folder remains only after a
+        kill.
     Threads: one writes at a time, any number read. Processes: one writer; a forked child reads. The folder is
     only ever removed by the process that opened it.
 
@@ -68,19 +69,19 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         scratch_dir: The folder; None: a temporary one.
         device: Only the CPU: files are mapped into host memory.
         ndim: How many dims of a batch are rows, time being the first; see `Storage`.
-        existsok: Continue with the rows of a store that is there; `loads` or `empty` replaces them. Without
-            it a folder that holds rows is refused.
-        auto_cleanup: Remove the folder when the storage is closed or forgotten, or the process ends; None: a
-            temporary one only.
+        existsok: Whether to continue with the rows of an existing store, which `loads` or `empty` then
+            replaces. If False, a folder that holds rows raises StateError.
+        auto_cleanup: Remove the folder when the storage is closed or garbage-collected, or the process ends;
+            None: only a temporary folder.
         seed: Key of all draws of a new store; None: a number from torch's generator, so that
             `torch.manual_seed` decides.
-        torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
-            refused with the reason.
+        torchrl: Keywords of TorchRL's class that have no effect here. They are accepted at their defaults;
+            other values raise an error that gives the reason.
 
     Raises:
-        StateError: There is a store in the folder with other settings; or with rows, or one that
+        StateError: The folder has a store with other settings; or one with rows, or one that
             `auto_cleanup` would remove, and `existsok` is False.
-        LockedError: Somebody has it open.
+        LockedError: Another process has the store open.
         ValueError: An argument is out of range, or not supported.
 
     Example:
@@ -132,11 +133,10 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         return str(self.path)
 
     def cleanup(self) -> bool:
-        """Close the storage and remove its folder, a given one too.
+        """Close the storage and remove its folder, also one that was passed in.
 
         Returns:
-            Whether rows were removed with it: False the second time, in a forked child, or where there were
-            none.
+            Whether rows were removed: False for a second call, in a forked child, or if there were no rows.
 
         Raises:
             StorageError: The folder cannot be removed.
@@ -145,27 +145,27 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
             return False
         self._removed = True
         found = self.schema is not None and self.disk.exists(self.path)
-        with contextlib.suppress(ExpStoreError):  # what cannot be brought to the disk is not to stay there
+        with contextlib.suppress(ExpStoreError):  # rows that cannot be synced are removed anyway
             super().close()
         self.disk.remove_tree(self.path)
         return found
 
     def close(self) -> None:
-        """Sync and let go, and remove the folder if it is not to stay; a second call does nothing."""
+        """Sync and close the storage, and remove the folder if so set; a second call does nothing."""
         if self._removes:
             self.cleanup()
         else:
             super().close()
 
     def _leave(self) -> None:
-        """Close what nobody has closed."""
+        """Close a storage that is still open when the process ends."""
         if self._removes:
             self.cleanup()
         else:
             super()._leave()
 
     def _depart(self) -> None:
-        """Do what can be done before the process dies of a signal: its threads go on meanwhile."""
+        """Flush or remove files before the process dies of a signal, while other threads still run."""
         if not self._removes or os.getpid() != self._owner:
             super()._depart()
             return

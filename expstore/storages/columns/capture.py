@@ -1,6 +1,7 @@
 """Columns as they are at one moment, for snapshots.
 
-Used by snapshots. Flat columns need none: their rows are views, which a pin keeps from being overwritten.
+Used by snapshots. Flat columns need no capture: their rows are views, and a pin keeps them from being
+overwritten.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ class Target:
     """A snapshot that is being built.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The folder of the snapshot.
-        former: That of the snapshot before; None: there is none whose files may be shared.
-        make_folder: Makes a folder in the snapshot.
-        window: The rows.
-        slots: How many a ring has; None: the store grows.
-        reach: How many rows before the oldest one stay as they are, in a ring.
+        former: The folder of the previous snapshot; None: there is no snapshot whose files may be shared.
+        make_folder: Creates a folder in the snapshot.
+        window: The rows of the snapshot.
+        slots: How many rows a ring has; None: the store grows.
+        reach: In a ring, how many rows before the oldest one are also unchanged.
     """
 
     disk: Disk
@@ -42,14 +43,14 @@ class Target:
 
 
 class Capture(ABC):
-    """Some columns as they are at one moment; whoever writes continues, and these rows stay.
+    """Some columns as they are at one moment. The writer continues, and the captured rows do not change.
 
-    Crashes: what is written is synced by whoever builds the snapshot.
+    Crashes: the snapshot's builder syncs the files that are written here.
     """
 
-    #: Which columns.
+    #: Positions of the captured columns.
     places: Sequence[int]
-    #: How they are packed, by place; nothing of those that are not.
+    #: Packing of each packed column, by position.
     packings: Mapping[int, Packing]
 
     @abstractmethod
@@ -58,8 +59,8 @@ class Capture(ABC):
 
     @abstractmethod
     def begin(self, target: Target) -> list[tuple[Path, int]]:
-        """Bring in what the writer may take away; return the files written, and their lengths."""
+        """Copy or link what the writer may remove; return the files written, and their lengths in bytes."""
 
     @abstractmethod
     def complete(self) -> list[tuple[Path, int]]:
-        """Bring in the rest, which the writer leaves alone; return the files written, and their lengths."""
+        """Copy or link the rest, which the writer never removes; return the written files and lengths."""

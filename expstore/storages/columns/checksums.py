@@ -1,7 +1,7 @@
-"""The file `checksums`: a crc32c per column for every block of 4096 slots, and a stamp that says since when.
+"""The file `checksums`: a crc32c per column for every block of 4096 slots, and the stamp of each block.
 
-Used by the Zarr storage, which has the blocks summed that were touched since the last sync, by `verify`,
-and by snapshots, which need not copy what bears the same stamp. It never judges what it reads in columns.
+Used by the Zarr storage, which sums the blocks that changed since the last sync; by `verify`; and by
+snapshots, which need not copy blocks with an unchanged stamp. This module does not check columns.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ _MAGIC = b"EXPSUMS\0"
 _FORMAT = 1
 _HEADER = struct.Struct("<8sIIII")  # magic, format, slots per block, columns, crc32c of these
 
-#: What an entry says of its block.
+#: States of a block's entry.
 NOTHING, SUMMED, GIVEN_UP, DAMAGED = range(4)
 
-#: Between so many sums, or `PIECE_BYTES`, the thread lets others run.
+#: At most this many sums, or `PIECE_BYTES`, are computed before other threads get to run.
 _PIECES = 64
 
 
 def entry_dtype(columns: int) -> np.dtype[Any]:
-    """Return how an entry lies in the file: stamp, check of the entry itself, a sum per column."""
+    """Return the dtype of an entry in the file: stamp, check of the entry itself, one sum per column."""
     return np.dtype(
         [("sequence", "<u8"), ("generation", "<u4"), ("check", "<u4"), ("sums", "<u4", (columns,))]
     )
 
 
 def no_entries(columns: int) -> Array:
-    """Return the entries of a file that has none."""
+    """Return an empty array of entries."""
     return np.zeros(0, entry_dtype(columns))
 
 
 def blocks_of(pieces: Iterable[tuple[int, int, int]]) -> set[int]:
-    """Return the blocks that hold these slots, given as (first slot, anything, slots)."""
+    """Return the blocks that contain runs of slots: (first slot, ignored, number of slots)."""
     blocks: set[int] = set()
     for slot, _, n in pieces:
         if n > 0:
@@ -95,11 +95,11 @@ def pack_entries(entries: Array) -> bytes:
 
 
 def state_of(entry: Array) -> int:
-    """Say what an entry of the table says of its block.
+    """Return the state of a block's entry.
 
     Returns:
-        NOTHING (never written to), SUMMED, GIVEN_UP (holds no readable row, and nobody knows what else),
-        or DAMAGED (the entry itself).
+        NOTHING (never written), SUMMED, GIVEN_UP (the block holds no readable row, and its bytes are
+        unknown), or DAMAGED (the entry itself is).
     """
     if int(entry["check"]) != _check(entry):
         return DAMAGED if entry.tobytes().strip(b"\0") else NOTHING
@@ -107,15 +107,15 @@ def state_of(entry: Array) -> int:
 
 
 def read_entries(data: bytes, columns: int, path: Path) -> Array:
-    """Return the entries of a file, one per block; whether each is whole is for `state_of` to say.
+    """Return the entries of a file, one per block; check each with `state_of`.
 
     Args:
         data: The file's bytes.
         columns: How many columns are summed.
-        path: For messages.
+        path: The file's path, for error messages.
 
     Raises:
-        CorruptionError: The file begins with something else, or speaks of another number of columns.
+        CorruptionError: The file is not a checksums file, or is for another number of columns.
     """
     if data[:HEADER_BYTES] != _header(columns):
         raise CorruptionError(
@@ -123,28 +123,30 @@ def read_entries(data: bytes, columns: int, path: Path) -> Array:
         )
     dtype = entry_dtype(columns)
     body = data[HEADER_BYTES:]
-    body = body.ljust(-(-len(body) // dtype.itemsize) * dtype.itemsize, b"\0")  # a cut one is damaged
+    body = body.ljust(-(-len(body) // dtype.itemsize) * dtype.itemsize, b"\0")  # a truncated entry is damaged
     return np.frombuffer(body, dtype).copy()
 
 
 class Checksums(Checkpointed):
-    """Keep the sums of a store's blocks, on disk and in memory.
+    """Maintain the sums of a store's blocks, on disk and in memory.
 
-    Threads: one at a time, the one that syncs or opens. Crashes: an entry may be lost, or speak of bytes
-    that were lost, for blocks touched since the last durable mark only; opening sums those anew.
+    Threads: one at a time, the thread that syncs or opens the store. Crashes: only entries of blocks touched
+        since
+    the last durable checkpoint may be lost, or may describe bytes that were lost. An opening sums those
+    again.
 
     Args:
-        disk: Where files are touched.
-        path: The file; made anew if it is missing or no such file.
+        disk: The disk on which files are accessed.
+        path: The file; created again if it is missing or is not a checksums file.
         group: The columns; all but the last (priority) are summed.
     """
 
     def __init__(self, disk: Disk, path: Path, group: ColumnSet) -> None:
         self._columns = group.summed
-        #: Blocks whose sums do not fit their bytes any more, and those of them without a row.
+        #: Blocks whose sums no longer match their bytes, and those of them that hold no row.
         self._changed: set[int] = set()
         self._emptied: set[int] = set()
-        self._due: set[int] = set()  # the blocks that the checkpoint which runs sums, or gives up
+        self._due: set[int] = set()  # the blocks that the running checkpoint sums or gives up
         self._due_empty: set[int] = set()
         width = len(self._columns)
         new = not disk.exists(path)
@@ -156,7 +158,8 @@ class Checksums(Checkpointed):
             except CorruptionError as exc:
                 if not new:
                     _logger.warning("%s; it is made anew", exc.message)
-                # The sums can be made again from the columns; only what they would have shown is lost.
+                # The sums can be computed again from the columns; only the damage they would have revealed is
+                # lost.
                 self._entries = no_entries(width)
                 self.file.truncate(0)
                 self.file.write(_header(width), 0)
@@ -167,9 +170,9 @@ class Checksums(Checkpointed):
             raise
 
     def stamps(self) -> IntArray:
-        """Return (generation, sequence) per block; equal ones mean that no byte has changed in between.
+        """Return (generation, sequence) per block; equal stamps mean that no byte has changed in between.
 
-        They are those of the last sync; a block that holds no sums has (0, 0), which says nothing.
+        The stamps are from the last sync. A block without sums has (0, 0), which does not compare.
         Shape `(blocks, 2)`.
         """
         entries = self._entries
@@ -183,7 +186,7 @@ class Checksums(Checkpointed):
         return int(self._entries.size)
 
     def entry(self, block: int) -> Array:
-        """Return what is known of a block, as `entry_dtype` lays it out."""
+        """Return a block's entry, with the dtype `entry_dtype`."""
         entry: Array = self._entries[block]
         return entry
 
@@ -192,7 +195,7 @@ class Checksums(Checkpointed):
         return self._entries.copy()
 
     def missing(self, blocks: Iterable[int]) -> set[int]:
-        """Return those of `blocks` that have no sums."""
+        """Return the blocks of `blocks` that have no sums."""
         return {
             block
             for block in blocks
@@ -202,18 +205,18 @@ class Checksums(Checkpointed):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def note_changed(self, blocks: Iterable[int], *, emptied: Iterable[int] = ()) -> None:
-        """Have the next checkpoint sum blocks; the lock of the episodes is held.
+        """Have the next checkpoint sum blocks. The caller holds the lock of the episodes.
 
         Args:
-            blocks: Whose bytes have changed in place.
-            emptied: Those of them that have no row any more, and need not be read.
+            blocks: Blocks whose bytes were changed in place.
+            emptied: The blocks among them that no longer hold a row, and need not be read.
         """
         self._changed.update(blocks)
         self._emptied.update(emptied)
 
     @property
     def changed(self) -> set[int]:
-        """The blocks that the next checkpoint sums, besides those of new rows."""
+        """The blocks that the next checkpoint sums in addition to those of new rows."""
         return self._changed
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
@@ -223,16 +226,16 @@ class Checksums(Checkpointed):
         return Dirty({self.file} if self._due else set())
 
     def prepare(self, checkpoint: Checkpoint) -> None:
-        """Sum what is about to be synced.
+        """Sum the blocks that are about to be synced.
 
-        Rows in flight may be in it, whose bytes change yet: publishing them has their blocks summed again.
+        They may contain rows that are still being written; committing those rows sums the blocks again.
         """
         empty = self._due_empty
         self.give_up(empty, generation=checkpoint.generation)
         self.update(self._due - empty, generation=checkpoint.generation, sequence=checkpoint.lsn)
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Undo `begin` after a failed sync."""
         self._changed |= self._due
         self._emptied |= self._due_empty
 
@@ -242,9 +245,9 @@ class Checksums(Checkpointed):
         """Sum blocks as they are now and write their entries; the caller syncs the file.
 
         Args:
-            blocks: Which ones.
-            generation: The stamp: of the writer.
-            sequence: The stamp: of the last record whose rows are in the columns.
+            blocks: Numbers of the blocks.
+            generation: For the stamp: the writer's generation.
+            sequence: For the stamp: LSN of the last record whose rows are in the columns.
         """
         todo = sorted(blocks)
         if not todo:
@@ -263,7 +266,7 @@ class Checksums(Checkpointed):
         self._write(todo)
 
     def give_up(self, blocks: Iterable[int], *, generation: int) -> None:
-        """Note that nobody knows what these blocks hold; no row in them can be read."""
+        """Record that the contents of these blocks are unknown. No row in them may be readable."""
         todo = sorted(blocks)
         if not todo:
             return
@@ -275,10 +278,10 @@ class Checksums(Checkpointed):
         self._write(todo)
 
     def rearranged(self, places: Sequence[int], new: FlatColumn | None = None) -> bytes:
-        """Return a whole file for other columns: sums stay, and so do stamps; nothing is read but `new`.
+        """Return a whole file for other columns. Sums and stamps are kept; only `new` is read.
 
         Args:
-            places: Which column here each one is there; -1: `new`.
+            places: For each column of the new file, its position in this one; -1 for `new`.
             new: A column that is not summed yet.
         """
         found = np.zeros(self._entries.size, entry_dtype(len(places)))
@@ -296,7 +299,7 @@ class Checksums(Checkpointed):
                 ]
             seal_entry(entry, generation=int(old["generation"]), sequence=int(old["sequence"]))
             if state == DAMAGED:
-                entry["check"] ^= 1  # and stays so: nobody knows what the block held
+                entry["check"] ^= 1  # stays damaged: the block's former contents are unknown
         return pack_entries(found)
 
     def _grow(self, blocks: int) -> None:

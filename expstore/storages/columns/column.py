@@ -1,7 +1,8 @@
-"""What all kinds of column have in common: the interfaces that the set of columns is written against.
+"""Interfaces of all kinds of columns, which the set of columns uses.
 
-A `Column` is one field of all rows. A `Part` is what has files of its own: a column, or the segments that
-several fields share. A `RowWriter` writes runs of rows to the columns of one kind. No file is touched here.
+A `Column` is one field of all rows. A `Part` is an object with files of its own: a column, or the segments
+that several fields share. A `RowWriter` writes runs of rows to the columns of one kind. This module touches
+no file.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ __all__ = [
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """Consecutive rows on their way into the columns.
+    """Consecutive rows to be written to the columns.
 
     Args:
         first_id: Id of the first row.
         count: The number of rows.
-        pieces: Where the rows lie: (first slot, offset in the run, rows).
+        pieces: Where the rows are written: (first slot, offset in the run, number of rows).
         values: One array per column, in the order of the columns; priorities may be left out.
         variable: The values of fields whose rows have no fixed size: pyarrow Arrays.
         jobs: Writes that other threads have not finished yet.
@@ -63,11 +64,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Rows that have left a store that grows, whose space is to be given back.
+    """Rows that have left a growing store, whose disk space is to be freed.
 
     Args:
         rows: All rows that have left.
-        near: The rows among them around which there may be space to give back.
+        near: The rows among them around which there may be space to free.
         low: All rows up to this id have left.
         gaps: Rows above `low` that have left.
     """
@@ -80,18 +81,18 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class FieldSize:
-    """How a field lies on disk.
+    """How a field is stored on disk.
 
     Args:
         layout: "flat", "packed" or "segments"; None: its zarr.json cannot be read.
-        codec: Of what is compressed, else None.
-        chunk_rows: How many rows are packed together; None: none are.
-        disk_bytes: What its files take.
-        compression: How many times more the rows in its chunks would take as they are; None: it has none, or
-            is not packed.
-        shared: Which part of its rows lies with the next ones of earlier rows, 0 to 1, by a sample of 4096 of
-            packed ones; None: none can, or its files are damaged.
-        row_bytes: What a row more takes, on average.
+        codec: The codec of compressed rows; None: rows are not compressed.
+        chunk_rows: How many rows are packed together; None: rows are not packed.
+        disk_bytes: Size of its files, bytes.
+        compression: Compression ratio of the rows in its chunks (raw bytes per stored byte); None: it has no
+            chunks, or is not packed.
+        shared: Share of its rows that are stored as the next observations of earlier rows, 0 to 1, estimated
+            from a sample of 4096 packed rows; None: rows cannot be shared, or its files are damaged.
+        row_bytes: Average size of another row on disk, bytes.
     """
 
     layout: str | None
@@ -145,11 +146,11 @@ class Column(ABC):
         return [self.part(slot, n) for slot, _, n in cut_run(first_id, count, self.slots)]
 
     def mix(self, slots: IntArray, newer: Array, rows: Any) -> Any:
-        """Return rows, some of which are in memory alone.
+        """Return rows of which some are only in memory.
 
         Args:
             slots: Which rows. Shape `(n,)`.
-            newer: Which number each has in `rows`; below 0: it is in the column. Shape `(n,)`.
+            newer: The position of each row in `rows`; negative: the row is in the column. Shape `(n,)`.
             rows: The rows in memory. Shape `(m, *row shape)`.
         """
         here = newer >= 0
@@ -160,7 +161,7 @@ class Column(ABC):
 
     @abstractmethod
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
-        """Change single rows; return the files touched.
+        """Change single rows; return the changed files.
 
         Args:
             slots: Which rows. Shape `(n,)`.
@@ -172,7 +173,7 @@ class Column(ABC):
 
     @abstractmethod
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
-        """Return how the field lies on disk, as far as it was looked at.
+        """Return how the field is stored on disk, as far as the files were read.
 
         Args:
             held: How many rows the columns hold, readable or not.
@@ -181,22 +182,22 @@ class Column(ABC):
 
     @abstractmethod
     def sum_run(self, slot: int, count: int) -> int:
-        """Return the crc32c of a run of slots, written or not; 0: its files have checksums of their own."""
+        """Return the crc32c of a run of slots, written or not; 0 if its files have checksums of their own."""
 
 
 class ReadTogether(ABC):
-    """Columns whose rows are found together, so that each file is read once."""
+    """Columns whose rows are read together, so that each file is read once."""
 
     @abstractmethod
     def take(self, slots: IntArray, places: Sequence[int]) -> dict[int, Any]:
-        """Copy rows of some of its columns out, as far as that is better done together.
+        """Copy rows out of some of its columns, if reading these columns together is faster.
 
         Args:
             slots: Which rows. Shape `(n,)`.
-            places: Of all columns that are wanted.
+            places: Positions of all columns to read.
 
         Returns:
-            The rows, by place.
+            The rows, by position of the column.
 
         Raises:
             CorruptionError: Rows are damaged.
@@ -204,14 +205,14 @@ class ReadTogether(ABC):
 
 
 class Part(ABC):
-    """What has files of its own: a column, or the segments that several fields share.
+    """An object with files of its own: a column, or the segments that several fields share.
 
-    Threads: one opens, looks and frees; any number read meanwhile.
+    Threads: one thread opens, looks and frees; any number read meanwhile.
     """
 
     @abstractmethod
     def require_rows(self, first_id: int, count: int) -> None:
-        """Check that rows are there.
+        """Check that rows are present.
 
         Raises:
             CorruptionError: A file is missing, or has lost rows.
@@ -219,32 +220,32 @@ class Part(ABC):
 
     @abstractmethod
     def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
-        """Return the crc32c of what came before and of a run of rows on disk; None: rows are missing."""
+        """Extend a crc32c by a run of rows as they are on disk; return None if rows are missing."""
 
     @abstractmethod
     def paths(self) -> list[Path]:
-        """Return the files in which rows are."""
+        """Return the files that hold rows."""
 
     @property
     @abstractmethod
     def mean_bytes(self) -> int:
-        """How many bytes a row takes in memory, on average."""
+        """The average size of a row in memory, bytes."""
 
     @abstractmethod
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes, on average, if there are so many."""
+        """Return the average disk space of a row, bytes, if there are `rows` rows."""
 
     @abstractmethod
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
 
 
 class AppendedPart(Part):
-    """A part to which rows are appended in the order of their ids: they have no places of their own."""
+    """A part whose rows are appended in the order of their ids, not written to fixed places."""
 
     @abstractmethod
     def lacks(self, first_id: int, count: int) -> bool:
-        """Return whether some rows are not there as they were written, when a store is opened."""
+        """Return whether rows are missing or damaged. Called when a store is opened."""
 
 
 class ReadPart(Part):
@@ -252,28 +253,28 @@ class ReadPart(Part):
 
     @abstractmethod
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Find what is there of slots 0 to `slots` - 1; note what is damaged.
+        """Find the rows of slots 0 to `slots` - 1; note which are damaged.
 
         Args:
-            slots: How many.
-            due: Whether all of them must be there; else the first one that is not ends the look.
+            slots: How many slots to look for.
+            due: Whether all of them must be present; otherwise the look ends at the first missing one.
         """
 
 
 class FollowedPart(AppendedPart, ReadPart):
-    """An appended part that is opened for reading only, perhaps beside a writer."""
+    """An appended part that is opened for reading only; a writer may append to it meanwhile."""
 
     @abstractmethod
     def look_to(self, last: int) -> None:
         """Find the rows up to this id, which the writer has written.
 
         Raises:
-            StorageError: They are not there: another writer has come.
+            StorageError: The rows are missing, because another writer has opened the store.
         """
 
     @abstractmethod
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; there is no writer any more."""
+        """Make only rows up to this id readable. Called when there is no writer any more."""
 
 
 class WrittenPart(Part):
@@ -281,11 +282,11 @@ class WrittenPart(Part):
 
     @abstractmethod
     def open_files(self) -> None:
-        """Open what is there."""
+        """Open the existing files."""
 
     @abstractmethod
     def free(self, deleted: Deleted) -> set[File]:
-        """Give back the space of rows that have left; return the files that were changed in place."""
+        """Free the space of rows that have left; return the files that were changed in place."""
 
 
 class RowWriter(ABC):
@@ -299,7 +300,7 @@ class RowWriter(ABC):
         """Write rows.
 
         Returns:
-            The checksums of batches, with which the checksum of the run goes on behind its arrays.
+            Checksums of the written batches. The checksum of the run is extended by them after its arrays.
 
         Raises:
             StorageError: The disk failed.
@@ -307,7 +308,7 @@ class RowWriter(ABC):
 
     @abstractmethod
     def write_again(self, run: Run, synced: int) -> None:
-        """Write rows, some of which may be there, when a store is opened.
+        """Write rows of which some may already be on disk. Called when a store is opened.
 
         Args:
             run: The rows.
@@ -322,34 +323,34 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows of some of its fields cannot be changed. At least one."""
+        """Return the error for changing rows of some of its fields in place. At least one field is given."""
 
     @abstractmethod
     def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
-        """Return the error that rows of some of its fields cannot give way to better ones. At least one."""
+        """Return the error for replacing rows of some of its fields by better ones. At least one is given."""
 
     @abstractmethod
     def check_removable(self, entry: Field) -> None:
-        """Check that a store can do without a field.
+        """Check that a field can be dropped from the store.
 
         Raises:
-            SchemaError: Files of other fields have rows of it, or its files have theirs.
+            SchemaError: Files of other fields hold rows of this field, or the reverse.
         """
 
     @abstractmethod
     def warm(self) -> None:
-        """Load compiled loops, in the background."""
+        """Load compiled loops in the background."""
 
     @abstractmethod
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind a row; the next sync brings that to the disk.
+        """Continue appending behind a row; the next sync makes the state durable.
 
-        All bytes on which rows depend are written once more: after a sync that failed the system may call
-        clean what is not on the disk.
+        All bytes that rows depend on are written again: after a failed sync, the system may report pages as
+        clean that are not on the disk.
 
         Args:
-            last: Id of the last row that counts.
-            synced: The newest one that a checkpoint covers.
+            last: Id of the last valid row.
+            synced: The newest id that a checkpoint covers.
         """
 
     @property
@@ -359,11 +360,11 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them: the caller syncs them."""
+        """Return, once, the folders that contain new names; the caller syncs them."""
 
     @abstractmethod
     def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
-        """Return, once, what an opening has written; `synced` and `completed` follow.
+        """Return, once, what an opening has written; the caller then calls `synced` and `completed`.
 
         Args:
             low: All rows up to this id have left.
@@ -372,11 +373,11 @@ class Appender(RowWriter, Checkpointed):
 
     @abstractmethod
     def give_back(self) -> None:
-        """Give back the disk space that only further writing needs."""
+        """Free the disk space that is only needed for further writes."""
 
 
 def add_batches(crc: int, checksums: Sequence[int]) -> int:
-    """Return the crc32c of rows that go on in batches with these."""
+    """Extend a crc32c by the checksums of batches."""
     for checksum in checksums:
         crc = google_crc32c.extend(crc, checksum.to_bytes(4, "little"))
     return crc

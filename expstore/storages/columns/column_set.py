@@ -1,8 +1,7 @@
-"""All columns of a store, looked at and read together.
+"""All columns of a store, which are read together.
 
 Used by the storages on disk, followers and checks; `expstore.storages.columns.column_set_writer` adds
-writing. The schema and each array's zarr.json say of which kind a column is: that is asked once, where a set
-is made.
+writing. The schema and each array's zarr.json determine the kind of each column, once, when a set is created.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ class ColumnSet:
     Threads: any number read.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`.
-        slots: How many rows a ring has; None: it grows.
-        flat: The flat columns, by place.
-        packed: The packed columns, by place.
-        variable: The fields whose rows have no fixed size: an object for all of them, or none.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`.
+        slots: How many rows a ring has; None: the store grows.
+        flat: The flat columns, by position.
+        packed: The packed columns, by position.
+        variable: The fields whose rows have no fixed size: one object for all of them, or none.
     """
 
     def __init__(
@@ -79,46 +78,46 @@ class ColumnSet:
         packed: Mapping[int, PackedRows],
         variable: Sequence[SegmentFields],
     ) -> None:
-        #: The columns whose rows have places of their own in files, and the packed ones, by place.
+        #: The columns whose rows have fixed places in files, and the packed columns, by position.
         self.flat, self.packed = flat, packed
         self._variable = variable
         arrays: dict[int, FlatColumn | PackedRows] = {**flat, **packed}
         columns: dict[int, Column] = {**arrays}
         for fields in variable:
             columns |= fields.columns(self.folder)
-        #: By place.
+        #: All columns, by position.
         self.columns: list[Column] = [columns[place] for place in sorted(columns)]
         #: The columns that are Zarr arrays of their own.
         self.arrays = [arrays[place] for place in sorted(arrays)]
         #: The columns of ids, episodes, steps, times and priorities.
         self.row_fields = list(flat.values())[-len(ROW_FIELDS) :]
-        #: What fields share whose rows have no fixed size.
+        #: The segments that fields without a fixed row size share.
         self.shared: Sequence[Segments] = [fields.segments for fields in variable]
-        #: Where these fields are among the columns.
+        #: Positions of these fields among the columns.
         self.variable_places = tuple(place for fields in variable for place in fields.places)
-        #: What has files, in the order in which rows are summed.
+        #: All objects with files, in the order in which rows are summed.
         self.parts: list[Part] = [*self.arrays, *self.shared]
-        #: Places of the columns whose rows cannot be viewed.
+        #: Positions of the columns whose rows cannot be viewed.
         self.unviewed_places = frozenset((*packed, *self.variable_places))
         self.row_bytes = sum(column.row_bytes for column in self.columns)
         self._appended: list[AppendedPart] = [*packed.values(), *self.shared]
-        #: The packed columns that keep rows in others.
+        #: The packed columns that store rows in another column.
         self.pairs = pair_columns(packed)
         self._together: list[ReadTogether] = [*self.pairs, *variable]
         self._prefetcher = RowPrefetcher()
 
     def take(self, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows of columns out as they are kept; what has rows of two of them is read once.
+        """Copy rows out of columns; a file that has rows of two of them is read once.
 
         Args:
-            slots: Shape `(n,)`.
-            places: Of the columns.
+            slots: Slots of the rows. Shape `(n,)`.
+            places: Positions of the columns.
 
         Returns:
             One array per column. Shapes `(n, *row shape)`.
 
         Raises:
-            CorruptionError: They lie in a damaged file.
+            CorruptionError: A row is in a damaged file.
         """
         self._prefetcher.ask(slots, places, self._narrow_views)
         if not self._together:
@@ -129,12 +128,12 @@ class ColumnSet:
         return [taken[p] if p in taken else self.columns[p].take(slots) for p in places]
 
     def _narrow_views(self, places: Sequence[int]) -> list[Array]:
-        """Return the rows of those columns whose rows are copied one by one."""
+        """Return those of the columns whose rows are copied one by one."""
         flat = [self.flat[place] for place in places if place in self.flat]
         return [column.view for column in flat if column.is_narrow]
 
     def sizes(self, slots: IntArray) -> IntArray:
-        """Return how many bytes rows take in fields whose rows have no fixed size. Shapes `(n,)`.
+        """Return the bytes of rows in fields whose rows have no fixed size. Shapes `(n,)`.
 
         Raises:
             CorruptionError: Rows are damaged.
@@ -151,56 +150,56 @@ class ColumnSet:
 
     @property
     def summed(self) -> list[Column]:
-        """Columns that have checksums, in the order of these."""
+        """The columns that have checksums, in the order of the checksums."""
         return self.columns[:-1]
 
     @property
     def mean_bytes(self) -> int:
-        """How many bytes a row takes in memory, on average."""
+        """The average size of a row in memory, bytes."""
         return sum(part.mean_bytes for part in self.parts)
 
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes, on average, if there are so many."""
+        """Return the average disk space of a row, bytes, if there are `rows` rows."""
         return sum(part.used_bytes(rows) for part in self.parts)
 
     @property
     def damaged(self) -> list[str]:
-        """What is wrong with shards that cannot be read."""
+        """Descriptions of the shards that cannot be read."""
         return sorted({found for column in self.arrays for found in column.damaged.values()})
 
     def compression_ratios(self) -> dict[str, float | None]:
-        """Return how many times more space the rows of packed fields would take as they are, by name."""
+        """Return the compression ratio of each packed field (raw bytes per stored byte), by name."""
         ids = self.row_fields[0].peek
         return {
             key_name(column.entry.key): column.measure_compression(ids)[0] for column in self.packed.values()
         }
 
     def do_without_threads(self) -> None:
-        """Never copy rows with torch: a forked process lacks the threads that it may wait for."""
+        """Never copy rows with torch: a forked process lacks the threads that torch may wait for."""
         for column in self.flat.values():
             column.wide_row = column.row_bytes + 1
 
     def require(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Check that these slots have a place; raise CorruptionError if not."""
+        """Raise CorruptionError if these slots have no place in a shard."""
         for slot, _, n in pieces:
             for column in self.flat.values():
                 column.require(slot + n if n else 0)
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Check that rows are there.
+        """Check that rows are present.
 
         Raises:
-            CorruptionError: They are not.
+            CorruptionError: Rows are missing.
         """
         for part in (*self.shared, *self.arrays):
             part.require_rows(first_id, count)
 
     def lacks(self, first_id: int, count: int) -> bool:
-        """Return whether rows that have no places of their own are not there as they were written."""
+        """Return whether rows of appended parts are missing or damaged."""
         return any(part.lacks(first_id, count) for part in self._appended)
 
     def checksum(self, first_id: int, count: int) -> int:
-        """Return the crc32c that `write` returned for these rows, from what stands on disk; -1: none does."""
+        """Compute from the disk the crc32c that `write` returned for these rows; -1 if rows are missing."""
         crc, priorities = 0, self.row_fields[-1]
         for part in self.parts:
             if part is not priorities:
@@ -217,18 +216,18 @@ class ColumnSet:
 
 
 class ReadColumns(ColumnSet):
-    """Columns that are opened for reading only, perhaps beside a writer.
+    """Columns that are opened for reading only; a writer may append to them meanwhile.
 
-    A column whose metadata cannot be read is damaged as a whole; the others can be read.
+    A column whose metadata cannot be read counts as damaged as a whole; the others can be read.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`.
         fields: The user's fields, then the row fields, priority last.
-        slots: How many rows a ring has; None: it grows.
-        packings: How fields are packed by the settings of the store, where zarr.json cannot tell. Empty: it
-            can.
-        compression: How rows without a fixed size are compressed by the settings of the store.
+        slots: How many rows a ring has; None: the store grows.
+        packings: How the store's settings pack each field, for fields whose zarr.json cannot be read. Empty:
+            rely on zarr.json.
+        compression: How the store's settings compress rows without a fixed size.
     """
 
     packed: Mapping[int, PackedReader]
@@ -276,10 +275,10 @@ class ReadColumns(ColumnSet):
         self._looked: list[ReadPart] = [*self._followed, *flat.values()]
 
     def lay(self, run: Run) -> list[int]:
-        """Let rows be found that are in memory alone, in the fields whose rows have no fixed size.
+        """Make rows that are only in memory readable, in the fields whose rows have no fixed size.
 
         Returns:
-            The places of the other columns.
+            The positions of the other columns.
         """
         for segments in self.shared:
             if segments.lacks(run.first_id, run.count):
@@ -287,22 +286,22 @@ class ReadColumns(ColumnSet):
         return [place for place in range(len(run.values)) if place not in self.variable_places]
 
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Open, for reading only, what slots 0 to `slots` - 1 need; note what is damaged."""
+        """Open the files of slots 0 to `slots` - 1 for reading only; note which are damaged."""
         for part in self._looked:
             part.look(slots, due=due)
 
     def look_briefly(self, slots: int) -> None:
-        """Find what is there, while somebody may be making the first files just now."""
+        """Find the rows that exist, while a writer may be creating the first files."""
         for part in self._looked:
-            with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name
+            with contextlib.suppress(StorageError):  # damaged, or a file that the writer is renaming
                 part.look(slots, due=False)
 
     def look_to(self, last: int) -> None:
-        """Find the rows up to this id that have no places of their own, beside who has written them."""
+        """Find the rows up to this id in the parts that are appended to, beyond those known so far."""
         for part in self._followed:
             part.look_to(last)
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found that have no places of their own; nobody writes any more."""
+        """End the parts that are appended to at this id. Called when there is no writer any more."""
         for part in self._followed:
             part.end_at(last)

@@ -1,6 +1,6 @@
-"""How a run of rows gets into all columns at once, and the columns to the disk.
+"""Write runs of rows to all columns at once, and sync the columns.
 
-Used by the storages on disk. It decides nothing about order: payload and record are the storage's business.
+Used by the storages on disk. The storage decides in which order rows and their records are written.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ WRITERS = 2
 
 
 class WritableColumns(ColumnSet, Checkpointed):
-    """Columns that rows are written to, one thread at a time.
+    """Columns that rows are written to, by one thread at a time.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`.
         fields: The user's fields, then the row fields, priority last.
-        slots: How many rows a ring has; None: it grows.
-        reach: How many rows before the oldest one that can be read stay as they are, in a ring.
+        slots: How many rows a ring has; None: the store grows.
+        reach: In a ring, how many rows before the oldest readable one must not be overwritten.
         compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        generation: The number of the opening, which these rows say.
+        generation: The number of the opening, which is stored with rows without a fixed size.
 
     Raises:
         CorruptionError: A zarr.json cannot be read.
@@ -72,7 +72,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         compression: str | None = None,
         generation: int = 0,
     ) -> None:
-        #: Whether reading a hole through a map takes space here.
+        #: Whether reading a hole through a map allocates space in this file system.
         self.fills = fills_holes(disk, folder)
         #: Files that were changed in place, and folders with new names, that no checkpoint covers.
         self.touched: set[File] = set()
@@ -110,7 +110,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         reach = None if self.slots is None else self._reach
         self._packers = [PackedAppender(self.packed, self.pairs, reach)] if packed else []
         writer = FlatWriter(self._disk, flat, self.row_bytes, self._threads)
-        #: In the order in which they act.
+        #: In the order in which they write.
         self._writers: list[RowWriter] = [*self._packers, writer, *self.shared]
         self._appenders: list[Appender] = [*self._packers, *self.shared]
         written: dict[int, WrittenPart] = {**flat, **self.packed}
@@ -127,7 +127,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         attributes: dict[str, Any],
         packings: Sequence[Packing | None] = (),
     ) -> None:
-        """Make the Zarr metadata of empty columns aside, sync it, and rename it in."""
+        """Create the Zarr metadata of empty columns in a temporary folder, sync it, and rename the folder."""
         aside = folder.with_name(folder.name + ".tmp")
         disk.remove_tree(aside)
         disk.remove_tree(folder)
@@ -162,38 +162,38 @@ class WritableColumns(ColumnSet, Checkpointed):
         disk.sync_dir(folder.parent)
 
     def check_metadata(self) -> None:
-        """Check what rows and other programs depend on: that each zarr.json describes its column.
+        """Check that each zarr.json describes its column, as reading rows and other programs require.
 
         Raises:
-            CorruptionError: One is missing or says something else.
+            CorruptionError: A zarr.json is missing or describes something else.
         """
         entries = [column.entry for column in self.arrays]
         check_metadata(self._disk, self.folder, entries, [column.rows for column in self.arrays])
 
     def open_shards(self) -> None:
-        """Open what is there."""
+        """Open the existing files."""
         for part in (*self.shared, *self._written):
             part.open_files()
         self._ready = self.ready
 
     def warm(self) -> None:
-        """Load the compiled loops of kinds of column that need some, in the background."""
+        """Load the compiled loops that some kinds of column need, in the background."""
         for appender in self._appenders:
             appender.warm()
 
-    # -- fields that come and go -----------------------------------------------------------------
+    # -- adding and dropping fields --------------------------------------------------------------
 
     def with_column(self, place: int, column: FlatColumn) -> WritableColumns:
-        """Return a set with one more column; this one is not to be written to then.
+        """Return a set with one more column; this set must not be written to afterwards.
 
         Args:
-            place: The number of the column.
-            column: It has a place for as many rows as the others.
+            place: The position of the new column.
+            column: The column, with room for as many rows as the other columns.
         """
         return self._renumbered(lambda n: n + (n >= place), {place: column})
 
     def without(self, place: int) -> WritableColumns:
-        """Return a set without a column; this one is not to be written to then."""
+        """Return a set without a column; this set must not be written to afterwards."""
         return self._renumbered(lambda n: None if n == place else n - (n > place), {})
 
     def _renumbered(
@@ -215,23 +215,23 @@ class WritableColumns(ColumnSet, Checkpointed):
                 column.close()
 
     def check_removable(self, place: int) -> None:
-        """Check that the store can do without a column.
+        """Check that a column can be dropped from the store.
 
         Raises:
-            SchemaError: Its files have rows of other fields, or theirs have its rows.
+            SchemaError: Its files hold rows of other fields, or the reverse.
         """
         for appender in self._appenders:
             appender.check_removable(self.columns[place].entry)
 
-    # -- what cannot be changed ------------------------------------------------------------------
+    # -- immutable columns -----------------------------------------------------------------------
 
     def check_changeable(self, places: Sequence[int]) -> None:
         """Check that rows of some columns can be changed.
 
         Raises:
-            SchemaError: They cannot: they are packed, or have no fixed size.
+            SchemaError: A column is packed, or its rows have no fixed size.
         """
-        # The last kind comes first: another layout would not help rows without a fixed size.
+        # In reverse order, because another layout would not help rows without a fixed size.
         for appender in reversed(self._appenders):
             entries = [self.columns[place].entry for place in places]
             fields = [entry for entry in entries if entry in appender.fields]
@@ -239,10 +239,10 @@ class WritableColumns(ColumnSet, Checkpointed):
                 raise appender.change_error(fields)
 
     def check_replaceable(self) -> None:
-        """Check that rows can give way to better ones.
+        """Check that rows can be replaced by better ones.
 
         Raises:
-            SchemaError: Some fields are packed, or have no fixed size.
+            SchemaError: A field is packed, or its rows have no fixed size.
         """
         if self._appenders:
             appender = self._appenders[-1]
@@ -251,23 +251,23 @@ class WritableColumns(ColumnSet, Checkpointed):
     # -- opening ---------------------------------------------------------------------------------
 
     def settle(self, last: int, synced: int) -> None:
-        """Let appended columns continue behind a row; the next sync brings that to the disk.
+        """Continue appended columns behind a row; the next sync makes their state durable.
 
         Args:
-            last: Id of the last row that counts.
-            synced: The newest one that a checkpoint covers.
+            last: Id of the last valid row.
+            synced: The newest id that a checkpoint covers.
         """
         for appender in self._appenders:
             appender.settle(last, synced)
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Write rows again as they read, so that a sync brings them to the disk for sure; see `settle`."""
+        """Write rows again as they read, so that a sync makes them durable for certain; see `settle`."""
         for slot, _, n in pieces:
             for column in self.flat.values():
                 column.rewrite(slot, n)
 
     def begin_opening(self, low: int = 0, gaps: Gaps = NO_GAPS) -> set[File]:
-        """Return the appended files that an opening has written; `synced` and `completed` follow.
+        """Return the appended files that an opening has written; call `synced` and `completed` afterwards.
 
         Args:
             low: All rows up to this id have left.
@@ -289,24 +289,24 @@ class WritableColumns(ColumnSet, Checkpointed):
         )
 
     def synced(self) -> None:
-        """Follow the fsync of what `begin` returned."""
+        """Finish what `begin` returned, after its fsync."""
         for appender in self._appenders:
             appender.synced()
 
     def completed(self, *, tidy: bool) -> None:
-        """Reuse what only the former checkpoint needed, after the fsync of the record of this one."""
+        """Reuse what only the former checkpoint needed, after the fsync of the new checkpoint record."""
         for appender in self._appenders:
             appender.completed(tidy=tidy)
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Undo `begin` after a failed sync."""
         self.touched |= dirty.files
         self.new_folders |= dirty.folders
         for appender in self._appenders:
             appender.abort(dirty)
 
     def files_of(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
-        """Return the files that hold these slots, as far as they were ever written to."""
+        """Return the files of these slots, as far as the slots were ever written."""
         return {
             file
             for slot, _, n in pieces
@@ -315,11 +315,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         }
 
     def unsynced_files(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
-        """Return the files that hold these slots, or were appended to since the last checkpoint."""
+        """Return the files of these slots, and those that were appended to since the last checkpoint."""
         return self.files_of(pieces).union(*(appender.touched_files for appender in self._appenders))
 
     def take_new_folders(self) -> set[Path]:
-        """Return, once, the folders with new names in them: the caller syncs them, or puts them back."""
+        """Return, once, the folders that contain new names; the caller syncs them or calls `put_back`."""
         taken = [take_all(self.new_folders), *(one.take_new_folders() for one in self._appenders)]
         return set[Path]().union(*taken)
 
@@ -329,24 +329,24 @@ class WritableColumns(ColumnSet, Checkpointed):
 
     @property
     def unsynced_bytes(self) -> int:
-        """How many bytes of rows without a fixed size were written since the last checkpoint began."""
+        """Bytes of rows without a fixed size that were written since the last checkpoint began."""
         return sum(segments.unsynced_bytes for segments in self.shared)
 
     def free(self, deleted: Deleted, *others: WrittenPart) -> set[File]:
-        """Give back the space of rows that have left; return the files that were changed in place.
+        """Free the space of rows that have left; return the files that were changed in place.
 
         Args:
             deleted: The rows.
-            others: Columns that are none of these, whose space is given back, too.
+            others: Columns outside this set whose space is freed, too.
         """
         return set[File]().union(*[part.free(deleted) for part in (*self._written, *others)])
 
     def free_shared(self, deleted: Deleted) -> set[File]:
-        """Do so for what fields share; no checkpoint may run meanwhile, which may merge segments."""
+        """As `free`, for files that fields share. No checkpoint may run: it could merge segments."""
         return set[File]().union(*[part.free(deleted) for part in self.shared])
 
     def capture(self, low: int) -> list[Capture]:
-        """Return the columns as they are now whose rows cannot be viewed, for a snapshot.
+        """Capture, for a snapshot, the columns whose rows cannot be viewed.
 
         No row may be added meanwhile.
 
@@ -357,19 +357,19 @@ class WritableColumns(ColumnSet, Checkpointed):
         return [*captures, *(packer.capture() for packer in self._packers)]
 
     def give_back(self) -> None:
-        """Give back the disk space that only further writing needs."""
+        """Free the disk space that is only needed for further writes."""
         for appender in self._appenders:
             appender.give_back()
 
     # -- rows ------------------------------------------------------------------------------------
 
     def ensure(self, slots: int) -> None:
-        """Make shards so that slots 0 to `slots` - 1 have a place."""
+        """Create shards until slots 0 to `slots` - 1 have a place."""
         if slots <= self._ready:
             return
         for column in self.flat.values():
             while column.ready < slots:
-                made = column.add_shard()  # takes a while, in which the set may be emptied
+                made = column.add_shard()  # slow; the set may be emptied meanwhile
                 self.new_folders.update(made)
         self._ready = self.ready
 
@@ -380,11 +380,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         numbers: IntArray,
         priorities: Array,
     ) -> int:
-        """Write a run of rows to all columns; return the crc32c of all but their priorities.
+        """Write a run of rows to all columns; return the crc32c of all columns but the priorities.
 
         Args:
-            pieces: Where the run lies: (first slot, offset in the run, rows).
-            columns: One per field, C-contiguous. Shapes `(n, *row shape)`.
+            pieces: Where the run is written: (first slot, offset in the run, number of rows).
+            columns: One array per field, C-contiguous. Shapes `(n, *row shape)`.
             numbers: Ids, episodes, steps, times; C-contiguous. Shape `(4, n)`.
             priorities: Shape `(n,)`.
         """
@@ -407,7 +407,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         return add_batches(crc, batches) if batches else crc
 
     def bytes_of(self, columns: Sequence[Any], count: int) -> int:
-        """Return how many bytes the rows of a batch take.
+        """Return the size of a batch's rows, bytes.
 
         Args:
             columns: One array per field.
@@ -416,7 +416,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         return count * self.row_bytes + self.variable_bytes(columns)
 
     def variable_bytes(self, columns: Sequence[Any]) -> int:
-        """Return how many bytes the rows of a batch take in fields whose rows have no fixed size."""
+        """Return the size of a batch's rows in fields whose rows have no fixed size, bytes."""
         return sum(int(columns[place].nbytes) for place in self.variable_places)
 
     def write_parts(
@@ -430,10 +430,11 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Write a run of rows given as bytes, priorities first.
 
         Args:
-            pieces: Where the run lies: (first slot, offset in the run, rows).
-            parts: The bytes of every column but priority, as `payload` has them.
-            priorities: Shape `(n,)`; None leaves them as they are.
-            synced: When a store is opened, the newest id that a checkpoint covers: these rows may be there.
+            pieces: Where the run is written: (first slot, offset in the run, number of rows).
+            parts: The bytes of every column but priority, in the form of `payload`.
+            priorities: Shape `(n,)`; None: priorities are not written.
+            synced: While a store is opened, the newest id that a checkpoint covers: these rows may exist
+                already.
         """
         run = join_payload(self, parts, pieces)
         for slot, offset, n in pieces:
@@ -451,7 +452,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             finish(run.jobs)
 
     def do_without_threads(self) -> None:
-        """Write and read on the calling thread alone."""
+        """Write and read only on the calling thread."""
         super().do_without_threads()
         self._threads.refuse()
 

@@ -1,8 +1,8 @@
 """Columns on disk: Zarr v3 arrays whose shard files are one memory map.
 
-Used by sets of columns. A shard is all its rows in C order, then a chunk index that is known beforehand
-(Zarr v3 sharding codec, index at the end); rows are written with pwrite and read through the map.
-zarr-python makes the metadata and never runs when rows are written or read.
+Used by sets of columns. A shard contains its rows in C order, then a chunk index that is known in advance
+(Zarr v3 sharding codec, index at the end). Rows are written with pwrite and read through the map. zarr-python
+creates the metadata and never runs when rows are written or read.
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ __all__ = [
 SHARD_BYTES = 1 << 30
 #: Below this row size np.take is the faster gather, above it torch.index_select.
 WIDE_ROW = 512
-#: So many bytes at a time are written again when a store is opened after a crash.
+#: Bytes written again at a time when a store is opened after a crash.
 REWRITE_BYTES = 8 << 20
-#: Between so many summed bytes the thread lets others run: a waiting one would need 5 ms to get its turn.
+#: Bytes summed before other threads may run: a waiting thread would otherwise need 5 ms to get the GIL.
 PIECE_BYTES = 1 << 20
 #: Batches up to this many bytes are written by one compiled loop, which keeps the GIL.
 DIRECT_BYTES = 512 * 1024
-#: Longer writes are cut into pieces of so many bytes, for several threads.
+#: Longer writes are split into pieces of this many bytes, for several threads.
 WRITE_BYTES = 2 << 20
 _PAGE = 4096
-#: Up to so many runs of rows are written one by one, more by a compiled loop.
+#: Up to this many runs of rows are written one by one, more by a compiled loop.
 _FEW_RUNS = 16
-#: Of rows of up to so many bytes those that would not change are left out.
+#: If a row has at most this many bytes, unchanged rows are not written.
 _NARROW = 4
 
 
@@ -87,23 +87,23 @@ def zeros_sum(size: int) -> int:
 
 
 class FlatColumn(Column, ReadPart, WrittenPart):
-    """Keep one field of all rows, each in a place of its own in a file.
+    """Store one field of all rows, each row at a fixed place in a file.
 
-    Shards are made when the first row comes that needs them; the file has its full length at once and
-    takes disk space as rows are written.
+    A shard is created when the first row needs it. Its file has its full length at once, and takes disk space
+    as rows are written.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
-        layout: How its shards are cut and named; None: as in a new store.
-        write: Whether shards are made and written to. Else they are opened for reading (`look`), no
-            descriptor stays open, and one that is damaged is refused when it is touched.
-        fills: Whether reading a hole through a map takes space, as in a file system in memory.
+        layout: Size and names of its shards; None: as in a new store.
+        write: Whether shards are created and written to. If not, they are opened for reading (`look`), no
+            descriptor stays open, and reading a damaged shard raises an error.
+        fills: Whether reading a hole through a map allocates space, as in a file system in memory.
     """
 
-    #: How its chunks are packed: they are not.
+    #: The packing of its chunks: flat columns have none.
     packing: Packing | None = None
 
     def __init__(
@@ -121,17 +121,17 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         self.rows = shard_rows(self.row_bytes, slots) if layout is None else layout.rows
         self.separator = SEPARATOR if layout is None else layout.separator
         self.files: list[File] = []
-        #: Reading a hole through the map takes space, which there may be none of.
+        #: Whether reading a hole through the map allocates space, of which there may be too little.
         self.fills = fills
-        #: Nothing but False was ever written: then nothing is written or read at all.
+        #: Whether only False was ever written: then no file is written or read at all.
         self.blank = write and entry.dtype == "bool" and not fills
-        #: Shards that cannot be read, and what is wrong with them.
+        #: Shards that cannot be read, with the reason.
         self.damaged: dict[int, str] = {}
-        #: What makes the whole column unreadable.
+        #: Why the whole column is unreadable; None: it is readable.
         self.fault: str | None = None
         self.wide_row = WIDE_ROW
-        self._looked = 0  # shards that were looked at for reading only
-        self._wide: tuple[AddressRange, Any] | None = None  # the rows as integers, when torch is first needed
+        self._looked = 0  # number of shards opened for reading only
+        self._wide: tuple[AddressRange, Any] | None = None  # the rows as integers, once torch is needed
         self._recycled = Recycled()
         self._disk = disk
         self._limit = None if slots is None else -(-slots // self.rows)
@@ -139,7 +139,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     @property
     def ready(self) -> int:
-        """How many slots have a place in a shard."""
+        """Number of slots that have a place in a shard."""
         return (len(self.files) or self._looked) * self.rows
 
     def _reserve(self, shards: int) -> None:
@@ -157,16 +157,16 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         addresses.attach(file, at=number * size, size=size)
 
     def shard_path(self, number: int) -> Path:
-        """Return where a shard lies."""
+        """Return the path of a shard."""
         return self.folder / shard_name(number, len(self.entry.shape), self.separator)
 
     @property
     def file_bytes(self) -> int:
-        """Length of a shard file."""
+        """Length of a shard file, bytes."""
         return self.rows * self.row_bytes + 16 * (self.rows // CHUNK_ROWS) + 4
 
     def add_shard(self) -> list[Path]:
-        """Make the next shard; return the folders whose names must be synced with its first rows."""
+        """Create the next shard; return the folders whose names must be synced with its first rows."""
         number = len(self.files)
         path = self.shard_path(number)
         self._disk.make_dir(path.parent)
@@ -193,7 +193,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return parents
 
     def open_files(self) -> None:
-        """Open the shards that are there, up to the first one that is not whole."""
+        """Open the existing shards, up to the first incomplete one."""
         while self._limit is None or len(self.files) < self._limit:
             number = len(self.files)
             path = self.shard_path(number)
@@ -209,7 +209,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         self._look_for_true()
 
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Open, for reading only, the shards that slots 0 to `slots` - 1 need; see `ReadPart`."""
+        """Open the shards of slots 0 to `slots` - 1 for reading only; see `ReadPart`."""
         while self._looked * self.rows < slots:
             if not due and self._disk.size(self.shard_path(self._looked)) != self.file_bytes:
                 break
@@ -242,17 +242,17 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return CorruptionError(f"{path} {found}, {self.file_bytes} bytes are expected")
 
     def check(self, slots: IntArray) -> None:
-        """Raise CorruptionError if one of these slots lies in a damaged shard. Shape `(n,)`."""
+        """Raise CorruptionError if one of these slots is in a damaged shard. Shape `(n,)`."""
         numbers = slots // self.rows
         for number, found in self.damaged.items():
             if (numbers == number).any():
                 raise CorruptionError(f"rows of {self.folder} cannot be read: {found}")
 
     def part(self, slot: int, count: int) -> Array:
-        """View a run of slots; unlike a slice of `view` it never touches a damaged shard.
+        """View a run of slots; unlike a slice of `view`, this never touches a damaged shard.
 
         Raises:
-            CorruptionError: A shard that it lies in is damaged.
+            CorruptionError: A shard of the run is damaged.
         """
         self._check_run(slot, count)
         return self.view[slot : slot + count]
@@ -272,7 +272,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             raise self._unfit(path, self._disk.size(path))
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Check that rows have a place: a row is there if its shard is.
+        """Check that rows have a place: a row exists if its shard does.
 
         Raises:
             CorruptionError: A shard that holds rows is missing or has another length.
@@ -281,7 +281,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
             self.require(slot + n if n else 0)
 
     def _look_for_true(self) -> None:
-        """Find out whether the column holds nothing but False."""
+        """Find out whether the column holds only False."""
         step = REWRITE_BYTES // self.row_bytes or 1
         for start in range(0, self.ready if self.blank else 0, step):
             if self.read(start, min(step, self.ready - start)).any():
@@ -289,7 +289,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
                 return
 
     def read(self, slot: int, count: int) -> Array:
-        """Copy a run of slots out of the files: unlike the map it can be asked where there may be holes."""
+        """Copy a run of slots out of the files. Unlike reading the map, this is safe where there are holes."""
         parts = []
         for number, row, _, n in self._runs(slot, count):
             held = self.files[number] if self.files else None
@@ -303,10 +303,10 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return values.reshape(count, *self.entry.shape)
 
     def copy(self, slot: int, count: int) -> Array:
-        """Return a run of slots, some of which may never have been written to; a view where that is safe.
+        """Return a run of slots of which some may never have been written; a view where that is safe.
 
         Raises:
-            CorruptionError: A shard that it lies in is damaged.
+            CorruptionError: A shard of the run is damaged.
         """
         if not self.fills:
             return self.part(slot, count)
@@ -314,10 +314,10 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return self.read(slot, count)
 
     def peek(self, slots: IntArray) -> Array:
-        """Copy rows out, zeros where none was ever written. Shapes as of `take`."""
+        """Copy rows out; zeros where none was written. Shapes as in `take`."""
         found = np.zeros((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         there = slots < self.ready
-        # Not `take`: rows may be holes. Nothing else is read, but where holes must not be mapped.
+        # Not `take`: rows may be holes. Only the requested rows are read, unless holes must not be mapped.
         found[there] = self.copy(0, int(slots[there].max(initial=-1)) + 1)[slots[there]]
         return found
 
@@ -337,7 +337,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether there are rows to be read, which are short enough that the time goes into finding them."""
+        """Whether the column has rows to read that are so short that finding them takes most of the time."""
         return not self.blank and self.row_bytes < self.wide_row
 
     def take(self, slots: IntArray) -> Array:
@@ -355,7 +355,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
         addresses, wide = self._addresses, self._wide
         if wide is None or wide[0] is not addresses:  # the writer may have moved to a longer range
-            # Torch copies single bytes at half the speed of larger numbers.
+            # Torch copies single bytes at half the speed of larger integers.
             size = next(size for size in (8, 4, 2, 1) if self.row_bytes % size == 0)
             shape = (addresses.size // self.row_bytes, self.row_bytes // size)
             flat = addresses.array(np.dtype(f"i{size}"), shape, writable_flag=True)
@@ -369,10 +369,10 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return taken
 
     def fill(self, pieces: Iterable[tuple[int, int, int]], values: Array) -> set[File]:
-        """Write a run of rows of a new column; return the files touched. Zeros stay holes where that is safe.
+        """Write a run of rows of a new column; return the changed files. Zeros stay holes where that is safe.
 
         Args:
-            pieces: Where the run lies: (first slot, offset in the run, rows).
+            pieces: Where the run is written: (first slot, offset in the run, number of rows).
             values: Shape `(n, *row shape)`.
         """
         touched: set[File] = set()
@@ -386,14 +386,14 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return touched
 
     def rewrite(self, slot: int, count: int) -> None:
-        """Write a run of slots again as they read, so that a sync brings them to the disk for sure."""
+        """Write a run of slots again as they read, so that a sync makes them durable for certain."""
         step = max(1, REWRITE_BYTES // self.row_bytes)
         for start in range(slot, slot + count, step):
             for file, at, row, n in self.spans(start, min(step, slot + count - start)):
                 file.write(self.view[start + row : start + row + n].copy(), at)
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
-        """Write single rows; return the files touched. Neighbours in order go in one write."""
+        """Write single rows; return the changed files. Consecutive rows are written together."""
         if self.blank:
             if not values.any():
                 return []
@@ -436,7 +436,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
     # -- sums and space --------------------------------------------------------------------------
 
     def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
-        """Return the crc32c of what came before and of a run of rows; None: rows have no place."""
+        """Extend a crc32c by a run of rows; return None if rows have no place."""
         for slot, _, n in cut_run(first_id, count, self.slots):
             if slot + n > self.ready:
                 return None
@@ -459,7 +459,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return crc
 
     def free(self, deleted: Deleted) -> set[File]:
-        """Give back the pages in which there are only rows that have left; return the files."""
+        """Free the pages that hold only rows that have left; return the changed files."""
         return set() if self.blank else self._punch(deleted.near)
 
     def _punch(self, ids: Gaps) -> set[File]:
@@ -478,33 +478,33 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         return files
 
     def paths(self) -> list[Path]:
-        """Return the files in which rows are."""
+        """Return the files that hold rows."""
         return [file.path for file in self.files]
 
     def least_shards(self, rows: int) -> int:
-        """Return how many shards there are at least if there are so many rows."""
+        """Return the least number of shards of `rows` rows."""
         return -(-rows // self.rows)
 
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
-        """Return how the field lies on disk; see `Column`."""
+        """Return how the field is stored on disk; see `Column`."""
         used = self._disk.used(self.folder) if self._disk.exists(self.folder) else 0
         if self.fault is not None:
             return FieldSize(None, None, None, used, None, None, self.row_bytes)
-        # Where nothing was written, as for flags that are never set, rows take less.
+        # Rows that were never written, for example flags that are never set, take less space.
         row_bytes = min(self.row_bytes, used / held) if held else self.row_bytes
         return FieldSize("flat", None, None, used, None, None, row_bytes)
 
     @property
     def mean_bytes(self) -> int:
-        """How many bytes a row takes in memory."""
+        """The size of a row in memory, bytes."""
         return self.row_bytes
 
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes."""
+        """Return the disk space of a row, bytes."""
         return self.row_bytes
 
     def close(self) -> None:
-        """Close the files; the map goes when no array is over it any more."""
+        """Close the files; the map is removed with the last array over it."""
         for file in self.files:
             file.close()
         self.files = []
@@ -513,15 +513,15 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 def find_flat(
     disk: Disk, folder: Path, entry: Field, slots: int | None, *, fills: bool, fault: str | None = None
 ) -> FlatColumn:
-    """Return a column for reading; one whose metadata cannot be read is damaged as a whole.
+    """Return a column for reading; if its metadata cannot be read, the whole column counts as damaged.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The folder of its Zarr array.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
-        fills: Whether reading a hole through a map takes space, as in a file system in memory.
-        fault: What is known to be wrong with its metadata.
+        fills: Whether reading a hole through a map allocates space, as in a file system in memory.
+        fault: Why its metadata cannot be read; None: read it.
     """
     layout = None
     if fault is None:
@@ -536,9 +536,9 @@ def find_flat(
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Slots `low` to `high` - 1, which lie in one shard of every column that is written.
+    """Slots `low` to `high` - 1, which are in one shard of every column that is written.
 
-    Columns that hold nothing but False are not: a hole in a file reads as False already.
+    Columns that hold only False are not written: a hole in a file reads as False already.
     """
 
     low: int
@@ -572,15 +572,15 @@ class _Span:
 
 
 class FlatWriter(RowWriter):
-    """Writes runs of rows to flat columns.
+    """Write runs of rows to flat columns.
 
-    Threads: one writes.
+    Threads: one thread writes.
 
     Args:
-        disk: Where files are touched.
-        columns: By place; they have a place for all rows that are written.
-        row_bytes: Size of a row, in all columns of the store.
-        threads: Write long runs.
+        disk: The disk on which files are accessed.
+        columns: Columns by position, with room for all rows that are written.
+        row_bytes: Size of a row in all columns of the store, bytes.
+        threads: Threads that write long runs.
     """
 
     def __init__(
@@ -628,12 +628,12 @@ class FlatWriter(RowWriter):
         return []
 
     def write_again(self, run: Run, synced: int) -> None:
-        """Write rows, whether they are there or not."""
+        """Write rows, whether or not they are already on disk."""
         self.write(run)
         finish(run.jobs)
 
     def _write_each(self, run: Run, pieces: Sequence[tuple[int, int, int]], holes: Sequence[int]) -> None:
-        """Write column by column: long runs, on several threads, and those that cross a shard's end."""
+        """Write column by column: long runs, on several threads, and runs that cross a shard's end."""
         for place, column in self._columns.items():
             if place in holes or place >= len(run.values):
                 continue
@@ -652,7 +652,7 @@ class FlatWriter(RowWriter):
 
 
 def finish(jobs: Sequence[Future[None]]) -> None:
-    """Wait for writes, whatever comes in between; raise the first failure."""
+    """Wait for all writes, even if the wait is interrupted; raise the first failure."""
     if not jobs:
         return
     interruption = None
@@ -660,7 +660,7 @@ def finish(jobs: Sequence[Future[None]]) -> None:
         try:
             wait(jobs)
             break
-        except BaseException as exc:  # a write that goes on would reach the slots of later rows
+        except BaseException as exc:  # a write that continues unnoticed would overwrite later rows
             interruption = exc
     for job in jobs:
         if (failure := job.exception()) is not None:

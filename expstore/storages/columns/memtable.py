@@ -1,7 +1,7 @@
-"""Rows in memory over the columns: what readers must see that the columns do not hold yet.
+"""Rows in memory that readers must see instead of the rows in the columns.
 
-Used by the storages on disk and by followers. The journal has every such row. Nothing here touches a file but
-what writes the rows to the columns.
+Used by the storages on disk and by followers. Every such row is also in the journal. Files are touched only
+when the rows are written to the columns.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _Pin = TypeVar("_Pin")
 
 
 class RowsOver(ABC):
-    """Rows in memory that are newer than those of the columns."""
+    """Rows in memory that are newer than the rows in the columns."""
 
     @abstractmethod
     def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and those that are newer from here.
+        """Copy rows out of columns, and newer rows from memory.
 
         Args:
-            columns: What lies below.
+            columns: The columns.
             slots: Which rows. Shape `(n,)`.
-            places: Of the columns wanted.
+            places: Positions of the columns to read.
 
         Returns:
-            One array per place. Shapes `(n, *row shape)`.
+            One array per position. Shapes `(n, *row shape)`.
 
         Raises:
             CorruptionError: Rows of the columns are damaged.
@@ -50,32 +50,32 @@ class RowsOver(ABC):
 
     @abstractmethod
     def views(self, columns: ColumnSet, place: int, first_id: int, count: int) -> list[Any]:
-        """Return a run of rows of a column in pieces; copied only where rows lie over it."""
+        """Return a run of rows of a column in pieces; rows are copied only where newer ones are in memory."""
 
 
 class Overlay(RowsOver):
-    """Rows by place (the column's number) and slot.
+    """Rows by column position and slot.
 
-    Followers keep here what a stopped writer had only put into the journal, since they must not write to the
-    columns; a writer keeps here what the disk took only half of.
+    A follower puts rows here that a stopped writer had only written to the journal, because followers must
+    not write to the columns. A writer puts rows here that it could write only partly to the disk.
 
-    Threads: filled by one, before others read.
+    Threads: one thread fills it before others read.
     """
 
     def __init__(self) -> None:
-        self._slots: dict[int, IntArray] = {}  # sorted, each once
+        self._slots: dict[int, IntArray] = {}  # sorted and unique
         self._rows: dict[int, Array] = {}
 
     def __bool__(self) -> bool:
         return bool(self._slots)
 
     def put(self, place: int, slots: IntArray, rows: Array) -> None:
-        """Lay rows of a column over what it holds; of a slot given twice the last one counts.
+        """Put rows of a column over what it holds; for a slot given twice the last row is used.
 
         Args:
-            place: The column's number.
-            slots: Where. Shape `(n,)`.
-            rows: What. Shape `(n, *row shape)`.
+            place: The column's position.
+            slots: Slots of the rows. Shape `(n,)`.
+            rows: The rows. Shape `(n, *row shape)`.
         """
         if place in self._slots:
             slots = np.concatenate([self._slots[place], slots])
@@ -84,7 +84,7 @@ class Overlay(RowsOver):
         self._slots[place], self._rows[place] = names, rows[::-1][last]
 
     def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
         if not self._slots:
             return columns.take(slots, places)
         return [self._take(place, columns.columns[place], slots) for place in places]
@@ -98,7 +98,7 @@ class Overlay(RowsOver):
         return column.mix(slots, newer, self._rows[place])
 
     def lay_onto(self, place: int, values: Array) -> None:
-        """Write the rows that lie over a column into a copy of it, found by slot."""
+        """Write the newer rows of a column into a copy of the column, which is indexed by slot."""
         if place in self._slots:
             values[self._slots[place]] = self._rows[place]
 
@@ -111,7 +111,7 @@ class Overlay(RowsOver):
         return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
 
     def parts(self, place: int, column: Column, slot: int, count: int) -> list[Any]:
-        """Return a run of slots of a column, cut where rows lie over it."""
+        """Return a run of slots of a column, cut where newer rows replace it."""
         known = self._slots.get(place)
         if known is None:
             return [column.part(slot, count)]
@@ -132,11 +132,11 @@ class Overlay(RowsOver):
 class RowBatch(Generic[_Pin]):
     """Rows by slot, column by column, which are written to the columns together.
 
-    Threads: one adds, any number read; a row that is found is whole.
+    Threads: one thread adds rows, any number read; a row that is found is complete.
 
     Args:
-        slots: How many slots the ring has.
-        places: Which columns the rows have; the first one is that of the priorities.
+        slots: Number of slots of the ring.
+        places: Positions of the rows' columns; the first one is that of the priorities.
         pin: Keeps checkpoints from covering the records of the rows.
     """
 
@@ -147,7 +147,7 @@ class RowBatch(Generic[_Pin]):
         self._rows: list[Array] = []
 
     def add(self, slots: IntArray, columns: Sequence[Array]) -> None:
-        """Take rows, each slot once."""
+        """Add rows, each slot at most once."""
         end = self._count + slots.size
         if not self._rows or end > len(self._rows[0]):
             room = max(1024, 2 * end)
@@ -158,11 +158,11 @@ class RowBatch(Generic[_Pin]):
         for rows, column in zip(self._rows, columns, strict=True):
             rows[self._count : end] = column
         self.bytes += sum(column.nbytes for column in columns)
-        self._at[slots] = np.arange(self._count, end)  # last: a row that is found is whole
+        self._at[slots] = np.arange(self._count, end)  # last, so that a row that is found is complete
         self._count = end
 
     def lay_over(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        """Write the rows that are here over what was read of the columns."""
+        """Overwrite values read from the columns with the rows in this batch."""
         at = self._at[slots]
         here = at >= 0
         if here.any():
@@ -178,13 +178,13 @@ class RowBatch(Generic[_Pin]):
 
 
 class ReplacedRows(RowsOver, Generic[_Pin]):
-    """Rows that take the places of others.
+    """Rows that replace other rows.
 
-    Each lies anywhere in the columns, and the journal must be on the disk before it is written there: so many
-    of them are written together, by a checkpoint.
+    Replaced rows are anywhere in the columns, and the journal must be synced before a column is changed.
+    Therefore a checkpoint writes many of them together.
 
-    Invariants: a row goes from the batch that waits to the one that is being written, and from there to the
-    columns, so a reader looks in this order and misses none. A change that failed half-way hides the columns
+    Invariants: a row moves from the waiting batch to the batch that is being written, and from there to the
+    columns. A reader looks in this order and misses no row. A change that failed half-way hides the columns
     (`fail`) until the journal is read again.
 
     Threads: writers hold the storage's lock, `begin` and `end` the checkpointer's; any number read. Crashes:
@@ -201,26 +201,26 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
 
     @property
     def waiting_bytes(self) -> int:
-        """How many bytes wait for a checkpoint."""
+        """Size of the rows that wait for a checkpoint, bytes."""
         waiting = self._waiting
         return 0 if waiting is None else waiting.bytes
 
     def add(
         self, slots: IntArray, columns: Sequence[Array], make_batch: Callable[[], RowBatch[_Pin]]
     ) -> None:
-        """Take rows; the lock of the episodes is held.
+        """Add rows. The caller holds the lock of the episodes.
 
         Args:
-            slots: Where the rows lie, each once. Shape `(n,)`.
+            slots: Slots of the rows, each at most once. Shape `(n,)`.
             columns: Their values, in the order of the batch's places.
-            make_batch: Called where no batch waits: it pins the records of the rows.
+            make_batch: Called if no batch waits; creates one, and pins the records of the rows.
         """
         waiting = self._waiting or make_batch()
         waiting.add(slots, columns)
         self._waiting = waiting
 
     def begin(self) -> RowBatch[_Pin] | None:
-        """Return the rows that are to be written now, those of an attempt that failed first; None: none."""
+        """Return the rows to write now, first those of a failed attempt; None if no rows wait."""
         if self._writing is None:
             self._writing, self._waiting = self._waiting, None
         return self._writing
@@ -230,14 +230,14 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         self._writing = None
 
     def fail(self, slots: IntArray, places: Sequence[int], columns: Sequence[Array]) -> None:
-        """Show a change whole that the columns have only half of; the journal has all of it."""
+        """Show the whole of a change that the columns have only in part; the journal has all of it."""
         failed = Overlay()
         for place, values in zip(places, columns, strict=True):
             failed.put(place, slots, values)
         self._failed = failed
 
     def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
         waiting = self._waiting  # in this order: see the class
         writing, failed = self._writing, self._failed
         if failed is not None:
@@ -256,7 +256,7 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
         return over.views(columns, place, first_id, count)
 
     def overlay(self) -> Overlay | None:
-        """Return what lies over the columns; None: nothing does."""
+        """Return the rows to read instead of the columns' rows; None if the memtable is empty."""
         waiting = self._waiting
         writing, failed = self._writing, self._failed
         if failed is not None or (waiting is None and writing is None):
@@ -271,33 +271,34 @@ class ReplacedRows(RowsOver, Generic[_Pin]):
 
 
 class Memtable(RowsOver, Generic[_Pin]):
-    """The rows that a store's columns lack: recent ones, which came one by one, and ones that replace others.
+    """The rows that a store's columns lack: recent rows, added one by one, and replacements of other rows.
 
-    Recent rows cost one write to the journal instead of one per column. A reader of columns drains them
-    first; recovery does so for a writer that was killed.
+    A recent row costs one write to the journal instead of one write per column. Readers of columns drain
+    recent rows first; after a writer was killed, recovery does.
 
-    Threads: the writer adds, anybody drains and reads. Crashes: what is in here is in the journal, too.
+    Threads: the writer adds rows, any thread drains and reads. Crashes: all rows in here are also in the
+        journal.
 
     Args:
-        order: Of the storage's locks.
-        priorities: Those of all rows.
+        order: The lock order of the storage.
+        priorities: The priorities of all rows.
     """
 
     def __init__(self, order: LockOrder, priorities: StoredPriorities) -> None:
         self.replaced: ReplacedRows[_Pin] = ReplacedRows()
-        #: Id of the first recent row, and how many there are: one object, of which nobody sees one half.
+        #: Id of the first recent row, and their number. One tuple, so that readers never see half an update.
         self.span = (0, 0)
         self._lock = order.ranked("tail", threading.RLock())
         self._priorities = priorities
         self._batches: list[tuple[int, bytes]] = []
 
     def add(self, first_id: int, count: int, payload: bytes) -> None:
-        """Take recent rows, which follow those it has.
+        """Add recent rows, which follow the existing ones.
 
         Args:
-            first_id: Of the first one.
-            count: How many.
-            payload: Their bytes, as their commit record carries them.
+            first_id: Id of the first row.
+            count: How many rows.
+            payload: Their bytes, as their commit record holds them.
         """
         with self._lock:
             first, known = self.span
@@ -306,27 +307,27 @@ class Memtable(RowsOver, Generic[_Pin]):
 
     @property
     def count(self) -> int:
-        """How many recent rows it has."""
+        """Number of recent rows."""
         return self.span[1]
 
     @property
     def full(self) -> bool:
-        """Whether it is time to drain it."""
+        """Whether it should be drained."""
         return self.count >= tuning.MEMTABLE_ROWS
 
     def holds(self, columns: ColumnSet, slots: IntArray) -> bool:
-        """Return whether one of these slots is of a recent row; rows that come now are later ones."""
+        """Return whether one of these slots belongs to a recent row. Rows added meanwhile have newer ids."""
         first_id, count = self.span
         start = first_id - 1
         if columns.slots is not None:
             start %= columns.slots
             if start + count > columns.slots:  # they lie at both ends of the ring
                 return bool((self._numbers(columns, slots) >= 0).any())
-        # What lies before the first is a very large number without its sign: one comparison tells both.
+        # A slot before the first becomes a very large unsigned number: one comparison checks both ends.
         return bool(((slots - start).view(np.uint64) < count).any())
 
     def _numbers(self, columns: ColumnSet, slots: IntArray) -> IntArray:
-        """Return which number each slot has among the recent rows; -1: it is of none. Shapes `(n,)`."""
+        """Return the position of each slot among the recent rows; -1: none. Shapes `(n,)`."""
         first_id, count = self.span
         numbers = slots - (first_id - 1)
         if columns.slots is not None:
@@ -334,16 +335,16 @@ class Memtable(RowsOver, Generic[_Pin]):
         return np.where((numbers >= 0) & (numbers < count), numbers, -1)
 
     def _parts(self, columns: ColumnSet) -> list[bytes]:
-        """Return the bytes of the recent rows, column by column; the lock is held."""
+        """Return the bytes of the recent rows, column by column. The caller holds the lock."""
         return split_payloads(columns, self._batches)
 
     def drain(self, columns: WritableColumns, note: Callable[[int], None]) -> None:
         """Write the recent rows to the columns.
 
         Args:
-            columns: Where to.
-            note: Told the id of the last row, before others see that none is left: they write newer rows
-                then.
+            columns: The columns.
+            note: Called with the id of the last row, before other threads see that the memtable is empty and
+                write newer rows.
 
         Raises:
             StorageError: The disk failed; the rows stay here.
@@ -359,7 +360,7 @@ class Memtable(RowsOver, Generic[_Pin]):
                 self._batches, self.span = [], (0, 0)
 
     def take(self, columns: ColumnSet, slots: IntArray, places: Sequence[int]) -> list[Any]:
-        """Copy rows out of columns, and those that are newer from here; see `RowsOver`."""
+        """Copy rows out of columns, and newer rows from memory; see `RowsOver`."""
         if not self.span[1] or not self.holds(columns, slots):
             return self.replaced.take(columns, slots, places)
         with self._lock:

@@ -1,6 +1,7 @@
 """A column in RAM whose rows have no fixed size: one small Arrow array per row.
 
-Used by storages in RAM beside columns of fixed size, whose few acts it has. It never looks at values.
+Used by storages in RAM together with columns of fixed size, and has the same few methods. Values are not
+inspected.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ __all__ = ["Cells", "from_bytes", "to_bytes"]
 
 
 class Cells:
-    """Keep one field of all rows.
+    """One field of all rows.
 
-    A row shares the memory of the batch that it came with, which goes with the last of its rows. Threads: one
-    writes, any number take; a row that was taken is whole.
+    A row shares the memory of the batch it was written with; the memory is freed with the batch's last row.
+    Threads: one writes, any number take rows; a row that is taken is never half written.
 
     Args:
         entry: The field.
-        size: How many slots there are.
+        size: Number of slots.
     """
 
     def __init__(self, entry: Field, size: int) -> None:
@@ -48,7 +49,7 @@ class Cells:
         return longer
 
     def put(self, slots: IntArray, values: pa.Array) -> None:
-        """Put rows into slots. Shapes `(n,)`."""
+        """Write rows to slots. Shapes `(n,)`."""
         for place, slot in enumerate(slots.tolist()):
             self._rows[slot] = values.slice(place, 1)
 
@@ -61,7 +62,7 @@ class Cells:
         return self._join(self._rows[slot : slot + count])
 
     def forget(self, count: int) -> None:
-        """Let go of the rows of the first slots."""
+        """Forget the rows of the first `count` slots."""
         self._rows[:count] = [pa.nulls(1, self._kind)] * count
 
     def _join(self, rows: Any) -> pa.Array:
@@ -80,10 +81,10 @@ def to_bytes(entry: Field, parts: Sequence[pa.Array]) -> bytes:
 
 
 def from_bytes(entry: Field, data: bytes) -> pa.Array:
-    """Return the rows that `to_bytes` was given.
+    """Return the rows that were passed to `to_bytes`.
 
     Raises:
-        SchemaError: These are no such rows.
+        SchemaError: The bytes are not an Arrow stream of this field's rows.
     """
     try:
         with pa.ipc.open_stream(data) as reader:

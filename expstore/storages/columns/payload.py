@@ -1,8 +1,8 @@
-"""The rows of a batch as bytes, as the journal's records carry them, and back.
+"""Convert the rows of a batch to the bytes of a journal record, and back.
 
-Used by whoever writes or applies such records. Column by column, in the order of the columns without
-priorities; the rows of all fields without a fixed size stand behind them together, each batch as an Arrow IPC
-message behind its u32 length.
+Used by code that writes or applies such records. The bytes are stored column by column, in the order of the
+columns without priorities. The rows of all fields without a fixed size follow together, each batch as an
+Arrow IPC message with its u32 length in front.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["join_payload", "payload_parts", "split_payload", "split_payloads"]
 
 
 def payload_parts(group: ColumnSet, columns: Sequence[Any], numbers: Array) -> list[bytes]:
-    """Return a batch as bytes, a part per column, and one behind them for fields without a fixed size.
+    """Return a batch as bytes: a part per column, then one part for the fields without a fixed size.
 
     Args:
         group: The columns.

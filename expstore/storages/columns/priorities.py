@@ -1,6 +1,6 @@
 """The priorities of rows, by slot: in RAM, and the pages of them that a column on disk lacks.
 
-Used by storages; samplers read the values. It decides nothing about rows.
+Used by storages; samplers read the values. This module decides nothing about rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def check_priorities(values: Array) -> Array:
     """Return priorities as float32. Shapes `(n,)`.
 
     Raises:
-        PriorityError: One is negative, NaN or infinite.
+        PriorityError: A priority is negative, NaN or infinite.
     """
-    # Of NaN neither comparison is true.
+    # Both comparisons are false for NaN.
     if values.size and values.min() >= 0 and values.max() <= _LARGEST:
         return values.astype(np.float32, copy=False)
     with np.errstate(over="ignore"):
@@ -48,20 +48,21 @@ def check_priorities(values: Array) -> Array:
 
 
 class PriorityWatcher(Protocol):
-    """What `Priorities` needs of an object that follows them."""
+    """An object that is told when priorities change."""
 
     def on_priorities(self, storage: Any, places: IntArray) -> None:
-        """Follow the priorities of slots that were just set. Shape `(n,)`."""
+        """Handle a change of the priorities of slots. Shape `(n,)`."""
 
 
 class Priorities:
-    """The priority of every slot, and the largest, at which new rows start.
+    """The priority of every slot, and the largest priority, which new rows get.
 
-    Threads: whoever sets values holds the storage's lock; any number read. Crashes: nothing survives the
-    process; `StoredPriorities` tells what a column must be given.
+    Threads: a caller that sets values holds the storage's lock; any number read. Crashes: nothing survives
+        the
+    process; `StoredPriorities` tells what must be written to a column.
 
     Args:
-        former: The priorities of the storage before it was opened again: who watches them watches these.
+        former: The priorities of the storage before it was opened again; its watchers are taken over.
 
     Example:
         >>> priorities = Priorities()
@@ -71,34 +72,34 @@ class Priorities:
     """
 
     def __init__(self, former: Priorities | None = None) -> None:
-        #: By slot. Shape `(slots,)`, float32.
+        #: Priorities by slot. Shape `(slots,)`, float32.
         self.values: Array = np.ones(0, np.float32)
-        #: The largest so far, or of the readable rows (`within`).
+        #: The largest priority so far, or of the readable rows if `within` is set.
         self.largest: float = 1.0 if former is None else former.largest
         #: Whether new rows start at the largest priority of readable rows, not at the largest ever.
         self.within: bool = False if former is None else former.within
         #: Whether a priority was ever set; otherwise all are equal.
         self.were_set: bool = False if former is None else former.were_set
-        self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: not known
+        self._largest_id: int = 0 if former is None else former._largest_id  # a row that has it; 0: unknown
         self._watchers: weakref.WeakSet[PriorityWatcher] = (
             weakref.WeakSet() if former is None else former._watchers
         )
 
     def watch(self, watcher: PriorityWatcher) -> None:
-        """Tell an object of every priority that is set from now on, for as long as it lives."""
+        """Call a watcher for every priority that is set from now on, for as long as the watcher lives."""
         self._watchers.add(watcher)
 
     def tell(self, storage: Any, slots: IntArray) -> None:
-        """Tell the watchers which slots were set."""
+        """Call the watchers after the priorities of slots were set."""
         for watcher in list(self._watchers):
             watcher.on_priorities(storage, slots)
 
     def note_largest(self, largest: float) -> None:
-        """Let new rows start at this priority: the largest that other content has had so far."""
+        """Give new rows this priority: the largest that other content has had so far."""
         self.largest = largest
 
     def restore(self, values: Array, largest: float) -> None:
-        """Take over the priorities of other content, by slot, and the largest. Shape `(slots,)`, float32."""
+        """Replace all priorities, by slot, and the largest. Shape `(slots,)`, float32."""
         self.values = values
         self.note_largest(largest)
 
@@ -106,7 +107,7 @@ class Priorities:
         """Give new rows the largest priority.
 
         Args:
-            runs: Where the rows lie: (first slot, offset, rows).
+            runs: Slots of the rows: (first slot, offset, number of rows).
             slots: How many slots a ring has; None: the array grows with the rows.
         """
         for slot, _, n in runs:
@@ -122,15 +123,15 @@ class Priorities:
         self.note_changed(slots)
 
     def show(self, values: Array) -> None:
-        """Show the priorities that another process keeps, by slot. Shape `(slots,)`, float32."""
+        """Use the priorities of another process, by slot. Shape `(slots,)`, float32."""
         self.values = values
 
     def note_set(self) -> None:
-        """Note that the priorities may differ: they have come with another content."""
+        """Note that the priorities may differ, because other content was restored."""
         self.were_set = True
 
     def raise_largest(self, ids: IntArray, values: Array) -> None:
-        """Follow the largest priority after values were set. Shapes `(n,)`, not empty."""
+        """Update the largest priority after values were set. Shapes `(n,)`, not empty."""
         at = int(np.argmax(values))
         if values[at] >= self.largest:
             self.largest, self._largest_id = float(values[at]), int(ids[at])
@@ -138,13 +139,13 @@ class Priorities:
             self._largest_id = 0
 
     def lower_largest(self, low: int, window: Window, ring: RingGeometry) -> None:
-        """Find the largest priority anew if the row that had it has an id of at most `low`."""
+        """Find the largest priority again if the row that had it has an id of at most `low`."""
         if self._largest_id > low or window.size == 0:
             return
         ids = window.ids()
         ids = ids[ids > low]
         values = self.values[ring.slot_of(ids)]
-        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest: it stays longest
+        at = ids.size - 1 - int(np.argmax(values[::-1]))  # the newest such row, which is evicted last
         self.largest, self._largest_id = float(values[at]), int(ids[at])
 
     def note_changed(self, slots: IntArray) -> None:
@@ -157,15 +158,15 @@ class Priorities:
 
 
 class StoredPriorities(Priorities):
-    """Priorities that a column on disk gets page by page.
+    """Priorities that are written to a column on disk page by page.
 
     Invariant: a page that is not dirty has the same values in the column. Threads: as `Priorities`; `lock` is
-    held while rows are written to the column and while pages are, so that no page of older values follows
+    held while rows or pages are written to the column, so that older values of a page never overwrite
     newer ones. Crashes: values of dirty pages are lost with the process.
 
     Args:
         order: The lock order of the storage.
-        former: As of `Priorities`.
+        former: The priorities of the storage before it was opened again, whose watchers are taken over.
     """
 
     def __init__(self, order: LockOrder, former: Priorities | None = None) -> None:

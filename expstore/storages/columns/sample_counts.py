@@ -1,7 +1,7 @@
-"""How often each row was handed out, by slot.
+"""How often each row was sampled, by slot.
 
-Kept by a storage once a sampler asks for it; samplers that give rows up after so many times draw by it.
-It never chooses rows, and knows nothing of ids.
+A storage counts once a sampler asks for it. Samplers that drop rows after a number of uses draw by the
+counts. This module chooses no rows, and knows nothing of ids.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from expstore.schema.schema import Field
 
 __all__ = ["SAMPLED", "Sampled"]
 
-#: The column, in stores and versions that have it. As priorities it is no part of any checksum.
+#: The column, in stores and snapshots that have it. Like priorities, it is not part of any checksum.
 SAMPLED = Field(("_row", "sampled"), "uint32", ())
 
 
 class Sampled:
     """Count in RAM.
 
-    Threads: whoever calls holds the storage's `locks.sampled`. Processes: each has its own. Crashes:
-    nothing outlives the process; `sample_counts_column.SampledColumn` keeps the same on disk.
+    Threads: the caller holds the storage's `locks.sampled`. Processes: each process has its own counts.
+        Crashes:
+    nothing survives the process; `sample_counts_column.SampledColumn` also stores the counts on disk.
 
     Args:
-        size: How many slots to begin with; there are more when rows need them.
+        size: Initial number of slots; the counts grow when rows need more.
 
     Example:
         >>> sampled = Sampled(8)
@@ -39,31 +40,31 @@ class Sampled:
     def __init__(self, size: int) -> None:
         #: Shape `(slots,)`, uint32.
         self.values: NDArray[np.uint32] = np.zeros(size, np.uint32)
-        #: Moves with every batch: whoever draws by the counts sees that somebody else did, too.
+        #: Incremented with every batch, so that a sampler sees that another one has counted, too.
         self.moves = 0
 
     def add(self, slots: IntArray) -> None:
-        """Count rows as handed out once more.
+        """Increment the counts of rows.
 
         Args:
-            slots: Where they lie, each once. Shape `(n,)`.
+            slots: Slots of the rows, each at most once. Shape `(n,)`.
 
         Raises:
-            StorageError: The counts could not be kept; nothing was counted.
+            StorageError: The counts could not be stored; nothing was counted.
         """
         values = self.values[slots] + np.uint32(1)
         self._keep(slots, values)
-        self.moves += 1  # before the values: an interruption between them has the drawer look at all of them
+        self.moves += 1  # before the values: after an interruption in between, samplers read all counts again
         self.values[slots] = values
 
     def renew(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Begin at 0 where new rows are about to be published.
+        """Set the counts to 0 where new rows are about to be committed.
 
         Args:
-            pieces: Where they lie: (first slot, offset in the run, rows).
+            pieces: Runs of slots: (first slot, offset in the run, number of rows).
 
         Raises:
-            StorageError: The counts could not be kept.
+            StorageError: The counts could not be stored.
         """
         for slot, _, n in pieces:
             self._reach(slot + n)
@@ -75,7 +76,7 @@ class Sampled:
         """Set the counts of a run of rows.
 
         Args:
-            pieces: Where they lie: (first slot, offset in the run, rows).
+            pieces: Runs of slots: (first slot, offset in the run, number of rows).
             values: Shape `(n,)`, uint32.
         """
         for slot, offset, n in pieces:
@@ -89,21 +90,21 @@ class Sampled:
         return [self.values[slot : slot + n] for slot, _, n in pieces]
 
     def _reach(self, size: int) -> None:
-        """Have a count for slots 0 to `size` - 1."""
+        """Make sure that slots 0 to `size` - 1 have a count."""
         if size > self.values.size:
             more = max(4096, 2 * size) - self.values.size
             self._extend(np.zeros(more, np.uint32))
 
     def _extend(self, counts: NDArray[np.uint32]) -> None:
-        """Have counts of more slots, behind those that there are. Shape `(n,)`."""
+        """Append counts of more slots. Shape `(n,)`."""
         self.values = np.concatenate([self.values, counts])
 
     def _is_counted(self, slot: int, n: int) -> bool:
-        """Return whether a run of slots may hold other counts than 0."""
+        """Return whether a run of slots may have counts other than 0."""
         return bool(self.values[slot : slot + n].any())
 
     def _keep(self, slots: IntArray, values: NDArray[np.uint32]) -> None:
-        """Keep the counts of single rows beyond this process."""
+        """Store the counts of single rows outside this process. Does nothing here."""
 
     def _keep_run(self, slot: int, values: NDArray[np.uint32]) -> None:
-        """Keep the counts of a run of rows beyond this process."""
+        """Store the counts of a run of rows outside this process. Does nothing here."""

@@ -1,7 +1,7 @@
-"""The column `_row/sampled`: how often each row was handed out, on disk.
+"""The column `_row/sampled`: how often each row was sampled, on disk.
 
-Used by the Zarr storage, and by what loads and checks stores. It is made when a sampler first counts, and
-is no part of any checksum. It never decides which counts hold after a crash: the storage does.
+Used by the Zarr storage, and by code that restores and checks stores. The column is created when a sampler
+first counts, and is not part of any checksum. The storage decides which counts are valid after a crash.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _WIDTH = SAMPLED.row_bytes
 
 
 class SampledColumn(Sampled, Checkpointed):
-    """Count in RAM and in a column, which is written before a batch is handed out.
+    """Count in RAM and in a column, which is written before a batch is returned.
 
-    Threads: as `Sampled`; a sync takes `touched` and `new_folders` without the lock. Processes: one, the
-    store's writer. Crashes: what `add` counted survives the process at once, and the machine after the
-    next sync. One that is killed in the middle may have counted rows that nobody got.
+    Threads: as `Sampled`; a sync takes `touched` and `new_folders` without the lock. Processes: only the
+        store's
+    writer. Crashes: counts survive the process at once, and a power failure after the next sync. If the
+    process is killed in between, rows may have been counted that no caller received.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`, with the column in it.
-        slots: How many rows a ring has; None: it grows.
-        changed: Called when rows were counted.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`, which contains the column.
+        slots: How many rows a ring has; None: the store grows.
+        changed: Called after rows were counted.
 
     Raises:
         CorruptionError: zarr.json is missing or says something else.
@@ -60,10 +61,10 @@ class SampledColumn(Sampled, Checkpointed):
                 f"{self.column.rows} rows"
             )
         self.column.open_files()
-        #: Files, and folders with new names, that the next sync brings to the disk.
+        #: Files, and folders with new names, that the next sync makes durable.
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
-        #: Slots that may hold more on disk than here: `add` did not come to its end.
+        #: Slots whose count on disk may be too high, because `add` failed.
         self._owed: list[IntArray] = []
         super().__init__(0)
         self._take_over()
@@ -78,14 +79,14 @@ class SampledColumn(Sampled, Checkpointed):
         ready: int,
         pool: ThreadPoolExecutor | None = None,
     ) -> None:
-        """Make the column: all of it or, after any crash, nothing. Every count is 0, and takes no space.
+        """Create the column: completely or, after any crash, not at all. All counts are 0, and take no space.
 
         Args:
-            disk: Where files are touched.
-            folder: `columns/`.
-            slots: How many rows a ring has; None: it grows.
-            ready: How many slots it must have a place for.
-            pool: To sync with.
+            disk: The disk on which files are accessed.
+            folder: The folder `columns/`.
+            slots: How many rows a ring has; None: the store grows.
+            ready: How many slots the column must have room for.
+            pool: Threads that fsync.
         """
         place = _place(folder)
         aside = place.with_name(place.name + ".tmp")
@@ -109,7 +110,7 @@ class SampledColumn(Sampled, Checkpointed):
         disk.sync_dir(place.parent)
 
     def _take_over(self) -> None:
-        """Read what stands in the column beyond what is known here."""
+        """Read the counts of slots that are in the column but not in memory yet."""
         known, ready = self.values.size, self.column.ready
         if ready > known:
             found = self.column.read(known, ready - known).astype(np.uint32)
@@ -124,18 +125,18 @@ class SampledColumn(Sampled, Checkpointed):
         self.column.require(slots)
 
     def rewrite(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Write the counts of runs of rows as they are here; make shards that they lack."""
+        """Write the counts of runs of rows from memory; create missing shards."""
         for slot, _, n in pieces:
             self._reach(slot + n)
             self._keep_run(slot, self.values[slot : slot + n].copy())
 
     def forget(self, pieces: Iterable[tuple[int, int, int]]) -> None:
-        """Begin at 0 for these rows; `rewrite` brings it to the column."""
+        """Set the counts of these rows to 0 in memory; `rewrite` writes them to the column."""
         for slot, _, n in pieces:
             self.values[slot : slot + n] = 0
 
     def add(self, slots: IntArray) -> None:
-        """Count rows as handed out once more, on disk first."""
+        """Increment the counts of rows, on disk first."""
         self._owed.append(slots)
         super().add(slots)
         self._owed.pop()
@@ -144,11 +145,11 @@ class SampledColumn(Sampled, Checkpointed):
 
     @property
     def owes(self) -> bool:
-        """Whether the column may say more than is counted here; whoever asks without the lock looks again."""
+        """Whether counts on disk may be higher than in memory. Check again under the lock."""
         return bool(self._owed)
 
     def settle(self) -> None:
-        """Write again what a failure has left; where that fails too, the next call does it."""
+        """Write the counts again after a failed `add`; if that fails, the next call retries."""
         if self._owed:
             slots = np.unique(np.concatenate(self._owed))
             self._owed = [slots]
@@ -161,7 +162,7 @@ class SampledColumn(Sampled, Checkpointed):
         return Dirty(take_all(self.touched), take_all(self.new_folders))
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Undo `begin` after a failed sync."""
         self.touched |= dirty.files
         self.new_folders |= dirty.folders
 
@@ -201,17 +202,17 @@ class SampledColumn(Sampled, Checkpointed):
 
 
 def has_sampled(disk: Disk, folder: Path) -> bool:
-    """Return whether there is such a column in `columns/`."""
+    """Return whether `columns/` contains this column."""
     return disk.is_dir(_place(folder))
 
 
 def find_sampled(disk: Disk, folder: Path, slots: int | None) -> FlatColumn | None:
-    """Return the column for reading; None: the store or version has none.
+    """Return the column for reading; None if the store or snapshot does not have it.
 
     Args:
-        disk: Where files are touched.
-        folder: `columns/`.
-        slots: How many rows a ring has; None: it grows.
+        disk: The disk on which files are accessed.
+        folder: The folder `columns/`.
+        slots: How many rows a ring has; None: the store grows.
     """
     if not has_sampled(disk, folder):
         return None

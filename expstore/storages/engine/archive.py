@@ -1,8 +1,8 @@
-"""A store of its own to which the rows go that leave a ring, each once, in the order of their ids.
+"""Append the rows that leave a ring to a second store, its archive: each row once, in the order of ids.
 
-Used by the storages on disk: `expstore.storages.engine.archive_before_evict` says when rows are brought here.
-Rows keep episode, step and time, and the id that they had in the ring in a field, `archived.id`. It reads no
-ring, but for `with_left`, which finds the rows that have left and still lie there.
+Used by the storages on disk; `expstore.storages.engine.archive_before_evict` decides when rows are copied.
+An archived row keeps its episode, step and time; the field `archived.id` holds the id that it had in the
+ring. Only `with_left` reads a ring: it finds the rows that have left the window but are still in the columns.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ __all__ = [
 
 #: The field with the id that a row had in its ring.
 ARCHIVED_ID: Key = ("archived", "id")
-#: In the archive's `meta`: whose it is; the first id of rows that come before the ring has them; the newest
-#: of those that had left when it was made; the ring's generation.
+#: Keys of the archive's `meta`: the ring's uuid; the first id of rows that are archived before the ring has
+#: them; the newest id that had left the ring when the archive was made; the ring's generation.
 _OF, _PENDING, _AFTER, _GENERATION = "archive_of", "pending", "after", "generation"
-#: The one source of an archive's episodes, which are told apart by their ids.
+#: The only source of an archive's episodes: they are distinguished by their ids.
 _SOURCE = "archive"
-#: Episodes outlive openings of the ring: their session is that of no opening.
+#: Episodes outlive openings of the ring, so their session belongs to no opening.
 _SESSION = SessionKey("archive", remote=True)
 
 
 class Ring(Protocol):
-    """What `with_left` needs of a ring."""
+    """The part of a ring that `with_left` reads."""
 
     @property
     def given_up(self) -> int:
-        """The newest id that was given up for other reasons than age."""
+        """The newest id that was removed for another reason than age."""
 
     @property
     def schema(self) -> Schema | None:
-        """The fields; None: no rows have come yet."""
+        """The fields; None: no rows were written yet."""
 
     @property
     def geometry(self) -> RingGeometry:
@@ -81,14 +81,14 @@ class Ring(Protocol):
 
 
 class Left:
-    """Rows that leave a ring, as its columns have them.
+    """Rows that leave a ring, with the values of its columns.
 
     Args:
-        ids: Ascending. Shape `(n,)`, as the others.
+        ids: Row ids, ascending. Shape `(n,)`.
         columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-        episodes: Episode id per row.
-        steps: Step per row.
-        times: When each was written, microseconds since 1970.
+        episodes: Episode id per row. Shape `(n,)`.
+        steps: Step per row. Shape `(n,)`.
+        times: When each row was written, microseconds since 1970. Shape `(n,)`.
     """
 
     __slots__ = ("columns", "episodes", "ids", "steps", "times")
@@ -105,22 +105,23 @@ class Left:
         self.episodes, self.steps, self.times = episodes, steps, times
 
 
-#: Says of some episodes which have rows behind those that leave, or may get some: ids in, flags out. Shapes
-#: `(n,)`.
+#: Takes episode ids and returns a flag per episode: whether it has, or may still get, rows newer than those
+#: that leave. Both have the shape `(n,)`.
 Going = Callable[[IntArray], Array]
 
 
 class Archive:
-    """Append what leaves a ring.
+    """Append rows that leave a ring.
 
-    Threads: one brings rows at a time, who holds `lock`; others read. Processes: the ring's writer alone.
-    Crashes: rows are here whole batch by batch; `settled` says which outlive a power cut. Its storage is
-    opened and closed with the ring, and goes on where it was: what is here says what is still to come.
+    Threads: one thread appends at a time and holds `lock`; any number read. Processes: only the ring's writer
+    appends. Crashes: a batch of rows is archived whole or not at all; `settled` says which rows survive a
+    power failure. The archive's storage is opened and closed with the ring. After an opening, copying
+    continues behind the rows that the archive already has.
 
     Args:
-        storage: Where the rows are.
-        order: Of the locks of the ring.
-        made: Whether it was made just now.
+        storage: The storage that holds the archived rows.
+        order: The lock order of the ring.
+        made: Whether the archive was created by this opening.
     """
 
     def __init__(self, storage: Store, order: LockOrder, *, made: bool = False) -> None:
@@ -128,9 +129,9 @@ class Archive:
         self._made = made
         self.lock = order.ranked("archive", threading.Lock())
         self._content = -1
-        #: Rows of the ring up to this id are here, or never came, or were given up there.
+        #: Every row of the ring up to this id is archived, was never written, or was removed from the ring.
         self.through = 0
-        #: The same of those that outlive a power cut.
+        #: As `through`, but only counting archived rows that survive a power failure.
         self.settled = 0
         self._look()
 
@@ -145,21 +146,21 @@ class Archive:
         open_storage: Callable[..., Store],
         segment_bytes: int | None = None,
     ) -> Archive:
-        """Open a ring's archive, or make one.
+        """Open a ring's archive; create it if it does not exist.
 
         Args:
-            disk: Where files are touched.
-            path: Its folder.
-            ring: What the ring is.
-            order: Of its locks.
-            open_storage: Opens the storage that the archive is, with the arguments of `Store`; the ring
-                closes it.
-            segment_bytes: Length of a segment of its journal; None: the library's own.
+            disk: The disk on which files are accessed.
+            path: The archive's folder.
+            ring: The ring's manifest.
+            order: The lock order of the ring.
+            open_storage: Opens the archive's storage, called with the arguments of `Store`; the ring closes
+                the storage.
+            segment_bytes: Length of a segment of the archive's journal, bytes; None: the library's default.
 
         Raises:
-            LockedError: Somebody else has it open.
-            StateError: It is something else, or another store's.
-            CorruptionError: It is damaged.
+            LockedError: Another process has the archive open.
+            StateError: The path holds something else than an archive, or another store's archive.
+            CorruptionError: The archive is damaged.
         """
         settings = Settings(storage="arrow", on_sigterm="ignore")
         made = not disk.exists(path / MANIFEST)
@@ -189,14 +190,14 @@ class Archive:
             raise
 
     def _look(self) -> None:
-        """Find out which rows are here, after another opening, too."""
+        """Read which rows are archived, at first and whenever the storage was opened again."""
         storage = self.storage
         if self._content != storage.epochs.content:
             self._content = storage.epochs.content
             self.through = self.settled = newest_id(storage, storage.window)
 
     def check_fields(self, schema: Schema) -> None:
-        """Raise StateError if the ring's rows have other fields than those that are here."""
+        """Raise StateError if the ring's rows have other fields than the archived rows."""
         own = self.storage.schema
         if own is not None and own.fields != archived_schema(schema).fields:
             raise StateError(
@@ -208,23 +209,23 @@ class Archive:
     # -- rows come -------------------------------------------------------------------------------
 
     def append(self, left: Left, keys: Keys, schema: Schema, going: Going, *, sure: bool) -> None:
-        """Take rows, which all come behind those that are here; `lock` is held.
+        """Append rows that are all newer than the archived ones. The caller holds `lock`.
 
         Args:
             left: The rows.
-            keys: Which fields say what a row is.
+            keys: The fields that tell episodes, ends and rewards.
             schema: The ring's fields.
-            going: Says which episodes go on.
-            sure: Whether a truncated one that does not cannot after all.
+            going: Returns which episodes continue behind these rows.
+            sure: Whether a truncated episode that does not continue is certain never to continue.
 
         Raises:
-            StorageError: The disk failed; none of them are here.
-            StateError: A sync has failed here before.
+            StorageError: The disk failed; none of the rows were archived.
+            StateError: An earlier sync of the archive has failed.
         """
         storage = self.storage
         with storage.lock:
             storage.writer()
-            self._look()  # a failure may have had its journal read again
+            self._look()  # the journal may have been read again after a failure
             if int(left.ids[0]) <= self.through:
                 raise StateError(f"{storage.path} has rows up to {self.through} by now", hint="try again")
             if storage.schema is None:
@@ -245,7 +246,7 @@ class Archive:
             self.through = int(left.ids[-1])
 
     def _reopen(self, episodes: set[int]) -> None:
-        """Open episodes again that `end` has ended and that another session of the ring has adopted."""
+        """Reopen episodes that `end` has ended and that another session of the ring has since adopted."""
         session = self.storage.episodes.session_of(_SESSION)
         if session is not None:
             found = [one.episode for one in session.cut.values() if one.episode in episodes]
@@ -253,14 +254,15 @@ class Archive:
                 self.storage.annotate(Resume(now_us(), _SESSION, episodes=tuple(found)))
 
     def end(self, still_open: Collection[int], *, before: int) -> None:
-        """End the episodes of which no row comes any more; `lock` is held.
+        """End the archived episodes that get no more rows. The caller holds `lock`.
 
         Args:
-            still_open: Episodes of the ring that are open, or have rows that are not here.
-            before: The ring's next episode. Later ones are of a batch that comes here first.
+            still_open: Episodes of the ring that are open, or have rows that are not archived yet.
+            before: The ring's next episode id. Later episodes belong to a batch that is archived before the
+                ring has it.
 
         Raises:
-            StorageError: The disk failed; none is ended.
+            StorageError: The disk failed; no episode was ended.
         """
         storage = self.storage
         known = [one.episode for one in storage.episodes.open_entries() if one.episode < before]
@@ -271,7 +273,7 @@ class Archive:
                 storage.annotate(End(now_us(), episodes=tuple(over)))
 
     def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Begin anew episodes of which rows were given up here: they go on at an earlier step."""
+        """Restart the archived episodes that continue at an earlier step because rows were given up."""
         found, seen = list(segments), set[int]()
         for number, segment in enumerate(segments):
             if segment.episode not in seen:
@@ -282,11 +284,11 @@ class Archive:
         return found
 
     def pass_over(self, through: int) -> None:
-        """Note that there are no other rows up to this id; `lock` is held."""
+        """Note that no other rows up to this id will be archived. The caller holds `lock`."""
         self.through = max(self.through, through)
 
     def settle(self) -> None:
-        """Bring all rows that are here to the disk; `lock` is held.
+        """Sync all archived rows to the disk. The caller holds `lock`.
 
         Raises:
             StorageError: The disk failed.
@@ -300,26 +302,26 @@ class Archive:
 
     @property
     def most(self) -> int:
-        """How many rows may come at once."""
+        """Maximum number of rows per append."""
         return max(1, self.storage.geometry.spare // 2) if self.storage.schema is not None else 1024
 
-    # -- rows that come before the ring has them ----------------------------------------------------
+    # -- rows that are archived before the ring has them --------------------------------------------
 
     def expect(self, first_id: int) -> None:
-        """Note that rows from this id on come before the ring has them; on the disk when this returns."""
+        """Record, durably, that rows from this id on are archived before the ring has them."""
         self._note({**self.storage.manifest.meta, _PENDING: first_id})
 
     def meet(self, ring: Manifest, former: int, window: Window, path: Path) -> None:
-        """Agree with the ring, which has been opened, about which rows there are.
+        """Reconcile the archive with the ring after the ring was opened: decide which archived rows count.
 
         Args:
-            ring: What the ring is; its generation is on the disk.
-            former: Its generation before this opening.
-            window: Its rows.
-            path: Its folder, for a message.
+            ring: The ring's manifest; its generation is on the disk.
+            former: The ring's generation before this opening.
+            window: The ring's readable rows.
+            path: The ring's folder, for the error message.
 
         Raises:
-            StateError: The ring is an older copy of the one whose rows are here.
+            StateError: The ring is an older copy of the store whose rows were archived.
         """
         storage, last = self.storage, window.last
         storage.writer()
@@ -328,7 +330,8 @@ class Archive:
         pending = meta.pop(_PENDING, None)
         known = former >= meta.get(_GENERATION, 0) and (pending is not None or self.through <= last)
         if known and self.through > window.low and not self._made:
-            # They came for a batch that never was, or the ring has gone back: they may be changed there yet.
+            # They belong to a batch that the ring never committed, or the ring was rolled back: it may change
+            # them yet.
             self._give_up_from(window.low + 1)
         if former < meta.get(_GENERATION, 0) or self.through > last:
             raise StateError(
@@ -343,7 +346,7 @@ class Archive:
         self._note(meta | {_GENERATION: ring.generation})
 
     def _give_up_from(self, first_id: int) -> None:
-        """Give up the rows from this id of the ring on, which it does not have after all."""
+        """Delete the archived rows from this id of the ring on, because the ring does not have them."""
         storage = self.storage
         ids = storage.window.ids()
         (there,) = storage.read(ids, [storage.require_schema().place_of(ARCHIVED_ID)])
@@ -360,28 +363,28 @@ class Archive:
 
 
 class _Facts:
-    """Say of rows whether they end an episode, and what they are worth.
+    """Read from rows whether they end an episode, and their rewards.
 
     Args:
-        columns: Of the rows.
-        keys: Which fields say so.
-        schema: Of the columns.
+        columns: One array per field.
+        keys: The fields that hold the ends and rewards.
+        schema: The fields of `columns`.
     """
 
     def __init__(self, columns: Sequence[Array], keys: Keys, schema: Schema) -> None:
         self.terminated, self.truncated, self.rewards = RowFacts(schema, keys).read(columns)
 
     def status(self, row: int) -> int:
-        """Return how an episode stands behind a row."""
+        """Return the status of the row's episode after the row: OPEN, TERMINATED or TRUNCATED."""
         if self.terminated is not None and self.terminated[row]:
             return TERMINATED
         return TRUNCATED if self.truncated is not None and self.truncated[row] else OPEN
 
 
 def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, sure: bool) -> list[Segment]:
-    """Cut rows into runs of an episode each; the last one says how its episode ended.
+    """Cut rows into runs of one episode each; the last run of an episode holds how the episode ended.
 
-    An episode that was cut stays open until `Archive.end`: another session may still adopt it.
+    A truncated episode stays open until `Archive.end`, because another session may still adopt it.
     """
     fragments = find_fragments(left.episodes, left.steps, np.arange(first, first + left.ids.size))
     episodes = np.unique(left.episodes)
@@ -403,10 +406,10 @@ def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, 
 
 
 def archived_schema(schema: Schema) -> Schema:
-    """Return the fields of a ring's archive: the same, and the id in the ring.
+    """Return the fields of a ring's archive: the ring's fields and `archived.id`.
 
     Raises:
-        SchemaError: The ring has such a field, or one in its way.
+        SchemaError: The ring has a field `archived.id`, or one whose name conflicts with it.
     """
     try:
         return Schema((*schema.fields, Field(ARCHIVED_ID, "int64", ())))
@@ -418,12 +421,12 @@ def archived_schema(schema: Schema) -> Schema:
 
 
 def archive_path(ring: Path, noted: str) -> Path:
-    """Return where an archive lies that expstore.json notes as seen from the ring's folder."""
+    """Return the path of an archive that expstore.json records relative to the ring's folder."""
     return Path(os.path.normpath(ring.resolve() / noted))
 
 
 def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
-    """Return why a store is not the archive of a ring; None: it is."""
+    """Return why a store is not the archive of a ring; None if it is."""
     owner = found.meta.get(_OF)
     if owner == ring.uuid:
         return None
@@ -431,7 +434,7 @@ def archive_trouble(path: Path, found: Manifest, ring: Manifest) -> str | None:
 
 
 def newest_id(archive: ReadView, window: Window) -> int:
-    """Return the newest id of a ring's row that is in an archive, or that had left when there was none."""
+    """Return the newest id of the ring that is archived, or had left the ring when the archive was made."""
     if archive.schema is None or not window.rows:
         return int(meta_of(archive).get(_AFTER, 0))
     newest = window.nth(np.array([window.rows - 1]))
@@ -440,10 +443,10 @@ def newest_id(archive: ReadView, window: Window) -> int:
 
 
 class Beside:
-    """Hold an archive as one query sees it.
+    """An archive as one query sees it.
 
     Args:
-        archive: Its storage.
+        archive: The archive's storage.
     """
 
     __slots__ = ("archive", "through", "window")
@@ -452,25 +455,25 @@ class Beside:
         archive.follow()
         self.archive = archive
         self.window = archive.query_window
-        #: The newest id of the ring that is there.
+        #: The newest id of the ring that is archived.
         self.through = newest_id(archive, self.window)
 
 
 def with_left(storage: Ring, window: Window, after: int) -> Window:
-    """Return a window that begins before another one: with rows that have left it and still lie in the ring.
+    """Extend a window backwards by the rows that have left it but are still in the ring's columns.
 
     Args:
         storage: The ring.
-        window: What can be read of it.
-        after: Rows up to this id are not wanted.
+        window: The ring's readable rows.
+        after: Rows up to this id are left out.
     """
     after = max(after, storage.given_up)
     if storage.schema is None or after >= window.low:
         return replace(window, low=min(after, window.last))
     depth = storage.geometry.depth
-    if depth is not None:  # what lies before has been overwritten
+    if depth is not None:  # earlier rows have been overwritten
         after = max(after, window.last - depth)
-    place = len(storage.schema.fields)  # of the ids in the columns: there may be none of that number
+    place = len(storage.schema.fields)  # the column of ids: it shows slots that hold no row of that id
     ids = np.arange(after + 1, window.low + 1)
     parts = storage.views([place], after + 1, ids.size)[0] if ids.size else []
     stored = np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -1,7 +1,7 @@
-"""Bring rows of a ring to its archive before their slots are given to others.
+"""Copy rows of a ring to its archive before their slots are reused.
 
-Used by the engine. Rows that have left the window lie in spare slots until the writer needs these: so long
-they can be copied while others write, and cannot be changed. It never decides what leaves.
+Used by the engine. Rows that have left the window stay in spare slots until the writer needs the slots. Until
+then they cannot change, and can be copied while other threads write. The engine decides which rows leave.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["Archiver", "no_ranking"]
 
 _logger = logging.getLogger("expstore")
-#: So many bytes of rows go to the archive at a time.
+#: Bytes of rows copied to the archive at a time.
 PIECE_BYTES = 16 << 20
 
 
 class Archiver:
-    """Copy what leaves a ring to its archive.
+    """Copy rows that leave a ring to its archive.
 
-    Threads: one copies at a time, while others write and read; who extends waits only for rows whose slots it
-    needs. Crashes: a slot is written to for another row when the one that was there is on the disk of the
-    archive; rows come to the archive once. Locks: the archive's own comes behind those of a checkpoint and of
-    the counts, under which a store that was interrupted is opened anew.
+    Threads: one thread copies at a time while others write and read; a call of `extend` waits only for rows
+        whose
+    slots it needs. Crashes: a slot is reused only after its row is synced to the archive's disk, and each row
+    is archived once. Locks: the archive's lock is taken after the locks of a checkpoint and of the sample
+    counts, which are held while a store is opened again after a failure.
 
     Args:
-        engine: Of the ring.
-        archive: Where its rows go.
+        engine: The ring's engine.
+        archive: Where its rows are copied.
     """
 
     def __init__(self, engine: Engine, archive: Archive) -> None:
@@ -59,7 +60,7 @@ class Archiver:
         return self._held
 
     def forget(self) -> None:
-        """Let the ring's engine be freed: it is closed."""
+        """Drop the reference to the ring's engine, which is closed, so that it can be freed."""
         self._held = None
 
     @classmethod
@@ -71,18 +72,19 @@ class Archiver:
         open_storage: Callable[..., Store],
         segment_bytes: int | None,
     ) -> Archiver | None:
-        """Open the archive of a ring, or make one; None: it has none.
+        """Open the archive of a ring, or create it; return None if the ring has no archive.
 
         Args:
-            engine: Of the ring; its expstore.json notes where the archive is.
-            asked: Where it is to be; None: where it was; False: rows that leave are gone from now on.
-            open_storage: Opens the storage that the archive is.
-            segment_bytes: Length of a segment of its journal; None: the library's own.
+            engine: The ring's engine; the ring's expstore.json records where the archive is.
+            asked: The archive's path; None: the recorded path; False: no archive, rows that leave are lost
+                from now on.
+            open_storage: Opens the archive's storage.
+            segment_bytes: Length of a segment of the archive's journal, bytes; None: the library's default.
 
         Raises:
-            StateError: There can be no archive of this store, or it has been moved.
-            LockedError: Another process has it open.
-            CorruptionError: It is damaged.
+            StateError: The store cannot have an archive, or the archive was moved.
+            LockedError: Another process has the archive open.
+            CorruptionError: The archive is damaged.
         """
         manifest, path = engine.manifest, engine.path
         noted = manifest.archive
@@ -109,27 +111,27 @@ class Archiver:
 
     @property
     def storage(self) -> Store:
-        """Where the rows are that have left."""
+        """The storage that holds the archived rows."""
         return self.archive.storage
 
     def stats(self) -> dict[str, Any]:
-        """Return where rows go, and how far they have come."""
+        """Return the archive's path and the newest id that was copied."""
         return {"archive": str(self.storage.path), "archived_through": self.archive.through}
 
     def check_opened(self, opened: Opened) -> None:
-        """Raise StateError if the archive cannot go on with what an opening has found."""
+        """Raise StateError if the archive does not fit the store that was just opened."""
         archive, manifest = self.archive, opened.manifest
         if manifest.schema is not None:
             archive.check_fields(manifest.schema)
         archive.meet(manifest, self._engine.manifest.generation, opened.store.window, self._engine.path)
 
     def check_fields(self, schema: Schema) -> None:
-        """Raise StateError or SchemaError if rows of such fields cannot go to the archive."""
+        """Raise StateError or SchemaError if rows with these fields cannot be archived."""
         archived_schema(schema)
         self.archive.check_fields(schema)
 
     def check_content(self, manifest: Manifest) -> None:
-        """Raise StateError if rows of a snapshot could not go to the archive."""
+        """Raise StateError if rows of a snapshot could not be archived."""
         if manifest.ranking is not None:
             raise no_ranking(self._engine.path)
         if manifest.schema is not None:
@@ -138,10 +140,10 @@ class Archiver:
     # -- copying -----------------------------------------------------------------------------------
 
     def copy_left(self) -> None:
-        """Bring all rows that have left, and that no power cut can undo, to the archive and its disk.
+        """Archive and sync all rows that have left the window and that a checkpoint covers.
 
         Raises:
-            StorageError: The disk failed; rows that have not come lie where they were.
+            StorageError: The disk failed; rows that were not archived are still in the ring.
             StateError: The archive cannot be written.
         """
         archive, engine = self.archive, self._engine
@@ -156,7 +158,7 @@ class Archiver:
             archive.settle()
 
     def copy_at_close(self) -> None:
-        """Do as `copy_left`; a failure is logged, and the next opening goes on with the rows."""
+        """Call `copy_left`; on failure, log a warning. The next opening copies the remaining rows."""
         try:
             if self._engine.is_sound:
                 self._engine.checkpoint()
@@ -165,7 +167,7 @@ class Archiver:
             _logger.warning("rows of %s have not come to its archive: %s", self._engine.path, exc)
 
     def copy_through(self, through: int) -> None:
-        """Wait until rows up to an id are on the disk of the archive, and newer ones that may be by now."""
+        """Wait until rows up to an id, and newer ones that can be archived, are synced to the archive."""
         engine, archive = self._engine, self.archive
         through = min(through, engine.rows.last)
         if through <= archive.settled:
@@ -179,13 +181,14 @@ class Archiver:
         engine.counters.note_wait(started)
 
     def copy_all_but(self, capacity: int | None) -> None:
-        """Bring all rows but the newest to the archive and its disk, before others take their places.
+        """Archive and sync all rows but the newest, before their slots are reused by a smaller ring.
 
         Args:
-            capacity: How many stay.
+            capacity: How many rows remain.
 
         Raises:
-            StateError: None: all of them, in a store that grows and has an archive; or it cannot be written.
+            StateError: `capacity` is None, and a store without a capacity cannot have an archive; or the
+                archive cannot be written.
             StorageError: The disk failed.
         """
         engine = self._engine
@@ -200,9 +203,9 @@ class Archiver:
         self.copy_through(engine.rows.last - capacity)
 
     def copy_early(self, rows: Rows, skipped: int) -> None:
-        """Bring everything, and the first rows of a batch that get no slot, to the archive.
+        """Archive all rows of the ring, and the first rows of a batch that get no slot.
 
-        `meet` follows when the ring has the batch, or not.
+        Call `meet` afterwards, whether or not the batch was written.
 
         Args:
             rows: The batch, which is not written yet.
@@ -219,14 +222,14 @@ class Archiver:
             archive.settle()
 
     def meet(self) -> None:
-        """Agree with the archive about which rows there are, after `copy_early` and the batch."""
+        """Reconcile the archive with the ring after `copy_early` and the write of the batch."""
         engine = self._engine
         with self.archive.lock:
             manifest = engine.manifest
             self.archive.meet(manifest, manifest.generation, engine.rows.window, engine.path)
 
     def _open_behind(self, through: int) -> set[int]:
-        """Return the episodes that are open, or have rows behind this one."""
+        """Return the episodes that are open, or have rows with an id above `through`."""
         with self._engine.locks.episodes:
             episodes = self._engine.rows.episodes
             found = {entry.episode for entry in episodes.open_entries()}
@@ -235,10 +238,10 @@ class Archiver:
         return found
 
     def _copy(self, through: int) -> None:
-        """Bring rows up to an id to the archive, which checkpoints cover; its lock is held."""
+        """Archive rows up to an id, which checkpoints cover. The caller holds the archive's lock."""
         engine, archive = self._engine, self.archive
         window = engine.rows.window
-        if through > window.low:  # they are to be given up for a long extend
+        if through > window.low:  # these rows are evicted to make room for a large batch
             window = Window(through, max(window.last, through), window.gaps)
         wanted = with_left(engine, window, archive.through)
         newest = max(through, engine.rows.window.low)
@@ -246,12 +249,17 @@ class Archiver:
         keys, schema = engine.keys, engine.require_schema()
         for left in self._leaving(Window(wanted.low, through, wanted.gaps)):
             last = int(left.ids[-1])
-            sure = last <= engine.rows.window.low  # else it may go on with a batch under way
+            sure = (
+                last <= engine.rows.window.low
+            )  # else the episode may continue in a batch that is being written
             archive.append(left, keys, schema, self._going_behind(last, behind), sure=sure)
         archive.pass_over(through)
 
     def _newest_left(self, window: Window) -> dict[int, int]:
-        """Return the newest row of each episode among rows that have left: the episode table lacks them."""
+        """Return the newest row of each episode among rows that have left the window.
+
+        The episode table no longer has them.
+        """
         ids, engine = window.ids(), self._engine
         if not ids.size:
             return {}
@@ -275,11 +283,11 @@ class Archiver:
                 at += rows
 
     def _going_behind(self, through: int, behind: Mapping[int, int]) -> Going:
-        """Return a predicate: does an episode have, or may it still get, rows with an id above `through`?
+        """Return a function: whether episodes have, or may still get, rows with an id above `through`.
 
         Args:
-            through: The row.
-            behind: The newest row of each episode among those that have left.
+            through: The last row that is archived now.
+            behind: The newest row of each episode among those that have left the window.
         """
 
         def going(episodes: IntArray) -> Array:
@@ -289,10 +297,10 @@ class Archiver:
 
         return going
 
-    # -- the end -----------------------------------------------------------------------------------
+    # -- closing -----------------------------------------------------------------------------------
 
     def do_without_threads(self) -> None:
-        """Write and sync on the calling thread alone from now on."""
+        """Write and sync only on the calling thread from now on."""
         self.storage.engine.do_without_threads()
 
     def close(self) -> None:
@@ -301,7 +309,7 @@ class Archiver:
 
 
 def no_ranking(path: Path) -> StateError:
-    """Return the error of a store that keeps the best rows and is to have an archive."""
+    """Return the error for an archive asked of a store that keeps the best rows."""
     return StateError(
         f"{path} keeps the best rows: what gives way to better ones does not go to an archive",
         kind="mismatch",
@@ -310,7 +318,7 @@ def no_ranking(path: Path) -> StateError:
 
 
 def _check_place(engine: Engine, place: Path, *, known: bool) -> None:
-    """Raise StateError where there can be no archive of this store."""
+    """Raise StateError if this store cannot have an archive at this path."""
     manifest, path = engine.manifest, engine.path
     if manifest.capacity is None:
         raise StateError(
@@ -333,7 +341,7 @@ def _none(episodes: IntArray) -> Array:
 
 
 def _passing(rows: Rows, count: int, most: int) -> Iterator[Left]:
-    """Yield the first rows of a batch, piece by piece."""
+    """Yield the first `count` rows of a batch in pieces of at most `most` rows."""
     ids, episodes, steps, times = rows.assignment.numbers
     for start in range(0, count, most):
         part = slice(start, min(start + most, count))

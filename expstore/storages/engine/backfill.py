@@ -1,7 +1,7 @@
-"""A field that comes when there are rows already: what it is, and how these get their values.
+"""Compute and write the values of a new field for rows that already exist; check fields to add or drop.
 
-Used by storages. Values of rows that are there are computed while others go on reading and writing; only the
-last ones, and those that were changed meanwhile, while nobody writes. It never decides where values lie.
+Used by storages. Most values are computed while other threads read and write. Only the newest rows, and rows
+that were changed meanwhile, are filled while writes are blocked. The caller decides where values are written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Filler", "Reshaping", "check_coming", "check_going"]
 
-#: So many rows, and about so many bytes, at a time.
+#: Most rows, and approximate bytes, computed at a time.
 _ROWS, _BYTES = 4096, 8 << 20
-#: So often rows that came meanwhile are done while others go on; few of them are left to the end anyway.
+#: Most passes over new rows while others write, and how few rows may be left for `finish`.
 _PASSES, _FEW = 20, 512
 
 
 class Place(Protocol):
-    """Where the values of a field go."""
+    """Where the values of a field are written."""
 
     def lay(self, first_id: int, values: Array) -> None:
         """Write the values of a run of rows."""
@@ -44,12 +44,12 @@ class Place(Protocol):
 
 
 class Filler:
-    """Give all rows of a storage their values in a field that comes.
+    """Give all rows of a storage their values in a new field.
 
     Args:
-        storage: Has the rows.
-        coming: The field.
-        place: Where the values go.
+        storage: Holds the rows.
+        coming: The new field.
+        place: Where the values are written.
     """
 
     def __init__(self, storage: ReadView, coming: Coming, place: Place) -> None:
@@ -62,17 +62,17 @@ class Filler:
             self._step = min(self._step, coming.rows)
 
     def run_ahead(self) -> None:
-        """Do what is there, while others go on."""
+        """Fill the rows that exist, while other threads read and write."""
         for _ in range(_PASSES):
             self._run()
             if self._storage.window.last - self._done <= _FEW:
                 return
 
     def finish(self) -> None:
-        """Do the rest; the storage's lock is held.
+        """Fill the remaining rows. The caller holds the storage's lock.
 
         Raises:
-            StateError: The storage has another content by now.
+            StateError: The storage's content was replaced meanwhile.
         """
         storage = self._storage
         if storage.epochs.content != self._content:
@@ -101,7 +101,7 @@ class Filler:
         self._done = max(self._done, window.last)
 
     def _run_of(self, first_id: int, count: int) -> Array:
-        """Return the values of a run of rows; zeros of those that have left by now."""
+        """Return the values of a run of rows; zeros for rows that have left meanwhile."""
         entry, fill = self._coming.entry, self._coming.fill
         if fill is not None:
             return np.ascontiguousarray(np.broadcast_to(fill, (count, *entry.shape)))
@@ -119,10 +119,10 @@ class Filler:
 
 
 class Reshaping:
-    """Let one field come or go at a time.
+    """Let one thread at a time add or drop a field.
 
     Args:
-        order: Of the storage's locks.
+        order: The lock order of the storage.
     """
 
     def __init__(self, order: LockOrder) -> None:
@@ -131,10 +131,10 @@ class Reshaping:
 
     @contextmanager
     def act(self) -> Iterator[None]:
-        """Wait until no other one does, for the block's length.
+        """Hold the right to add or drop a field during the block; wait for another thread that has it.
 
         Raises:
-            StateError: This thread is in the middle of it.
+            StateError: This thread is already adding or dropping a field.
         """
         with self._lock:
             if self._inside:
@@ -147,11 +147,12 @@ class Reshaping:
 
 
 def check_coming(storage: ReadView, entry: Field) -> None:
-    """Check that a storage can have one more field.
+    """Check that a storage can get another field.
 
     Raises:
-        SchemaError: Rows are no TensorDicts, or cut into episodes by such a field; or it cannot be kept.
-        StateError: No rows have come yet, or rows are objects.
+        SchemaError: Rows are not TensorDicts, the field would decide how rows are cut into episodes, or its
+            values cannot be stored.
+        StateError: The store has no rows yet, or its rows are objects.
     """
     schema, name = storage.require_schema(), key_name(entry.key)
     if storage.row_traits.whole:
@@ -185,11 +186,12 @@ def check_coming(storage: ReadView, entry: Field) -> None:
 
 
 def check_going(storage: ReadView, key: Key) -> None:
-    """Check that a storage can do without a field.
+    """Check that a field can be dropped from a storage.
 
     Raises:
-        SchemaError: There is no such field, it is the only one, or rows are cut into episodes by it.
-        StateError: Rows are ranked by it, or are no TensorDicts.
+        SchemaError: There is no such field, it is the only one, rows are cut into episodes by it, or rows are
+            not TensorDicts.
+        StateError: Rows are ranked by the field.
     """
     schema, name = storage.require_schema(), key_name(key)
     storage.require_schema().place_of(key)
@@ -208,10 +210,10 @@ def check_going(storage: ReadView, key: Key) -> None:
 
 
 def inner_dims(form: str) -> tuple[int, ...] | None:
-    """Return the dims that rows have themselves; None: they are no TensorDicts.
+    """Return the batch dims that each row has; None if rows are not TensorDicts.
 
     Args:
-        form: As a schema has it.
+        form: The schema's form, as JSON.
     """
     data = json.loads(form or "{}")
     if set(data) - {"batch_size", "names", "nested"}:
@@ -220,7 +222,7 @@ def inner_dims(form: str) -> tuple[int, ...] | None:
 
 
 def places_without(count: int, place: int) -> Sequence[int]:
-    """Return the positions of what stays.
+    """Return the positions of the fields that remain when the one at `place` is dropped.
 
     >>> places_without(4, 1)
     [0, 2, 3]

@@ -1,7 +1,7 @@
-"""Checkpoints: bring what was appended to the disk, and record in the journal how far that has come.
+"""Checkpoints: sync appended rows to the disk, and record in the journal what was synced.
 
-Used by the storages that have a journal. It decides when an fsync runs and what a checkpoint record may say;
-it never decides what is published, and never reads a row.
+Used by the storages that have a journal. The checkpointer decides when an fsync runs and what a checkpoint
+record may cover. It does not commit rows and does not read them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _logger = logging.getLogger("expstore")
 
 
 class Checkpointable(Protocol):
-    """What the checkpointer needs of the store whose turn it is."""
+    """The parts of a store that a checkpoint uses."""
 
     @property
     def closed(self) -> bool:
@@ -40,7 +40,7 @@ class Checkpointable(Protocol):
 
     @property
     def journal(self) -> Journal:
-        """The journal of this opening."""
+        """The journal that this opening of the store writes."""
 
     @property
     def locks(self) -> Locks:
@@ -48,46 +48,46 @@ class Checkpointable(Protocol):
 
     @property
     def draws(self) -> DrawState:
-        """The draws, whose state the record keeps."""
+        """The draws, whose state a checkpoint record stores."""
 
     @property
     def counters(self) -> Counters:
-        """What `stats` shows."""
+        """The counters that `stats` shows."""
 
     @property
     def catalog(self) -> CatalogLike | None:
-        """The keeper of the index, which must read the journal before segments are removed."""
+        """The index writer, which must read journal segments before they are removed; None: no index."""
 
     def parts(self) -> Sequence[Checkpointed]:
-        """Return all that has files."""
+        """Return every part that has files to sync."""
 
     def write_back(self) -> None:
-        """Write to the columns what waits in memory, as far as that needs no lock of the episodes."""
+        """Write pending rows in memory to the columns, as far as that needs no lock of the episodes."""
 
     def drain(self) -> None:
         """Write to the columns the rows that only the journal has."""
 
     def checkpoint_of(self, lsn: int) -> Checkpoint:
-        """Return what a checkpoint covers that is taken now."""
+        """Return what a checkpoint taken now covers, up to record `lsn`."""
 
     def log_length(self) -> int:
-        """Return how many bytes of episodes.log count."""
+        """Return the valid length of episodes.log, bytes."""
 
     def write_totals(self) -> tuple[int, float]:
         """Return how many rows were ever written, and the largest priority."""
 
     def append_record(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, in a new segment if need be, and return its LSN."""
+        """Append a record, in a new segment if necessary, and return its LSN."""
 
     def may_tidy(self) -> bool:
         """Return whether files may be removed or replaced: no snapshot is being copied."""
 
     def measure_space(self) -> None:
-        """Look at the free space of the disk."""
+        """Measure the free space of the disk."""
 
 
 class Pin:
-    """A record that no checkpoint may pass, because what it says is not applied to the columns yet.
+    """A record that checkpoints must not cover yet, because its change is not applied to the columns.
 
     Args:
         lsn: The number of the last record that a checkpoint may cover.
@@ -102,24 +102,26 @@ class Pin:
 
 
 class Checkpointer:
-    """Run checkpoints of one store.
+    """Run the checkpoints of one store.
 
-    Invariants: a checkpoint record says LSN n only when columns, checksums, counts, priorities, logs and keys
-    on the disk hold all that the records up to n say. n never passes the lowest pin. A failed fsync is never
-    tried again (`Health`).
+    Invariants: a checkpoint record with LSN n is written only when the columns, checksums, counts,
+        priorities,
+    logs and keys on the disk hold everything that the records up to n say. n is never above the lowest pin. A
+    failed fsync is never retried (`Health`).
 
-    Threads: any may call `run`; one checkpoint runs at a time. Crashes: killed anywhere, the store has the
-    former checkpoint or this one.
+    Threads: any thread may call `run`; one checkpoint runs at a time. Crashes: a process that is killed at
+        any
+    point leaves the previous checkpoint or this one.
 
     Args:
         order: The lock order of the store.
-        health: What failures have left.
-        disk: Where files are touched.
+        health: Records failures of the store.
+        disk: The disk on which files are accessed.
         pool: Threads that fsync.
     """
 
     def __init__(self, order: LockOrder, health: Health, disk: Disk, pool: ThreadPoolExecutor) -> None:
-        #: Held while a checkpoint runs, and by whoever must not meet one.
+        #: Held while a checkpoint runs, and by threads that must exclude checkpoints.
         self.lock = order.ranked("sync", threading.Lock())
         self._truncating = order.ranked("cut", threading.Lock())
         self._journal_lock = order.ranked("journal", threading.Lock())
@@ -127,7 +129,7 @@ class Checkpointer:
         self._pins: list[Pin] = []
         #: The newest row that a checkpoint covers.
         self.covered = 0
-        self._last_said: tuple[object, ...] = ()  # what the newest record said, if no other came after it
+        self._last_said: tuple[object, ...] = ()  # the checkpoint record, if it is the newest record
 
     # -- pins --------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class Checkpointer:
         return pin
 
     def release(self, pin: Pin) -> None:
-        """Release a pin; one that is gone already is ignored."""
+        """Release a pin; a pin that was already released is ignored."""
         if pin in self._pins:
             self._pins.remove(pin)
 
@@ -153,15 +155,15 @@ class Checkpointer:
         return bool(self._pins)
 
     def restart(self, journal_lsn: int, last: int, draws: DrawState) -> None:
-        """Begin anew after an opening, which has brought all to the disk."""
+        """Reset after an opening, which has synced everything to the disk."""
         self._pins = []
         self.covered = last
         self._last_said = (journal_lsn, draws.number, draws.progress, draws.limits, False)
 
-    # -- single acts ---------------------------------------------------------------------------------
+    # -- single syncs --------------------------------------------------------------------------------
 
     def sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
-        """Sync segments of the journal, one thread at a time: only one would hear of a failure."""
+        """Sync segments of the journal, one thread at a time: the system reports a failed fsync only once."""
         with self._journal_lock, self._health.guarding():
             self._disk.sync_all(files, folders, None)
 
@@ -178,16 +180,16 @@ class Checkpointer:
     def sync_rows(
         self, collect: Callable[[], tuple[set[File], set[Path]]], put_back: Callable[[set[Path]], None]
     ) -> None:
-        """Sync files and folders with new rows, before the record that publishes them.
+        """Sync files and folders with new rows, before the record that commits them is appended.
 
         Args:
-            collect: Returns them.
-            put_back: Given the folders if they could not be synced.
+            collect: Returns the files and folders.
+            put_back: Called with the folders if the sync failed.
 
         Raises:
             StorageError: The disk failed.
         """
-        with self.lock:  # of two threads that sync a file at once only one hears of a failure
+        with self.lock:  # of two threads that sync a file at once, only one is told of a failure
             with self._health.guarding():
                 files, folders = collect()
                 try:
@@ -202,9 +204,9 @@ class Checkpointer:
         """Run a checkpoint.
 
         Args:
-            store: Whose files are brought to the disk.
-            enough: Returns whether another thread has done it meanwhile; such a caller only waits for space
-                and leaves truncating the journal to the background thread.
+            store: The store whose files are synced.
+            enough: Returns whether another thread has freed enough space meanwhile; then nothing is done. A
+                caller that passes `enough` leaves truncating the journal to the background thread.
 
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
@@ -221,13 +223,13 @@ class Checkpointer:
             self._truncate(store, keep)
 
     def _checkpoint(self, store: Checkpointable) -> File | None:
-        """Sync columns and logs, then the journal; record that; return where to truncate the journal."""
+        """Sync columns, logs and the journal; append a record; return where the journal may be truncated."""
         store.write_back()
         draws, sets = store.draws, store.draws.sets
         randomness = draws.note_randomness()
         with store.locks.episodes:
             if self._health.needs_recovery:
-                return None  # the journal may hold rows that memory does not know
+                return None  # the journal may hold rows that memory does not have
             store.drain()
             parts = store.parts()
             for part in parts:
@@ -269,7 +271,8 @@ class Checkpointer:
         with store.locks.episodes:
             store.append_record(Kind.MARK, mark.pack())
             lsn, after = journal.sequence, journal.sync_files()
-        # All of them: if the record began a segment, the one before it must not lose its end.
+        # Sync all of them: if the record started a new segment, the end of the segment before must not be
+        # lost.
         self.sync_journal(after, [journal.folder] if len(after) > 1 else [])
         for part in parts:
             part.completed(tidy=store.may_tidy())
@@ -280,10 +283,10 @@ class Checkpointer:
     # -- the journal's length ----------------------------------------------------------------------------
 
     def _truncate(self, store: Checkpointable, keep: File) -> None:
-        """Remove the segments before `keep`: all that they say is on the disk, and in the index.
+        """Remove the segments before `keep`: everything in them is synced, and in the index.
 
-        The index is brought up to date without a lock, so that nobody who waits for a checkpoint waits for
-        it, too.
+        The index is updated without holding `lock`, so that threads waiting for a checkpoint do not also wait
+        for the index.
         """
         if not self._truncating.acquire(blocking=False):
             return  # another thread does it
@@ -292,7 +295,7 @@ class Checkpointer:
                 if (catalog := store.catalog) is not None:
                     catalog.keep_up()
             except ExpStoreError as exc:
-                # The index is derived: one that has missed segments is built anew when it is next used.
+                # The index is derived data: if it misses segments, it is rebuilt when it is next used.
                 _logger.warning("the index is behind: %s", exc)
             with self.lock, self._health.guarding(), store.locks.episodes:
                 if not store.closed and keep in store.journal.sync_files()[1:]:

@@ -1,7 +1,7 @@
-"""How a folder becomes a store: the settings of an opening, held against what is there.
+"""Settings of an opening: compare them with the store in a folder, or make a new store there.
 
-Used by the Zarr storage. It takes the writer's lock and makes or reads expstore.json; it never touches
-rows.
+Used by the Zarr storage. This module takes the writer's lock and creates or reads expstore.json. It never
+touches rows.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ Mode = Literal["a", "r", "x", "w"]
 Durability = Literal["process", "sync"]
 KeyLike = str | tuple[str, ...]
 
-#: Kinds of storage on disk, and how rows without a fixed size may be compressed.
+#: Kinds of storage on disk, and the compressions for rows without a fixed size.
 STORAGES = ("zarr", "arrow")
 COMPRESSIONS = ("narrow", "lz4", "zstd")
-#: What columns are where nobody has said.
+#: Layout of columns when neither the caller nor the store names one.
 _FLAT = ColumnLayout("flat")
-#: Each version is looked at when it is opened.
+#: Folders with other stores (snapshots), which are checked when they are opened.
 _OTHER_STORES = {OWN_FOLDER}
-#: How several values of a row become one.
+#: How several values of a row are reduced to one.
 _REDUCTIONS = {"reward_reduce": REWARD_REDUCTIONS, "done_reduce": DONE_REDUCTIONS}
-#: Settings that users know by another name: those of `Layout` and `EpisodeKeys`.
+#: Settings that users know by another name: the names in `Layout` and `EpisodeKeys`.
 _PUBLIC_NAMES = {"storage": "kind", "traj_key": "traj", "done_keys": "done", "reward_key": "reward"}
-#: What a folder may hold in which a store is only being made.
+#: Files that a folder may hold when the creation of a store was interrupted.
 _BEGINNINGS = {"LOCK", "STATE", "journal", "episodes.log", "PROBE.tmp", MANIFEST + ".tmp"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Hold what `expstore.open` was asked for; None: as stored, or the default for a new store.
+    """Options of `expstore.open`; None: as stored, or the default for a new store.
 
-    `mode`, `durability`, `min_free_bytes` and `on_sigterm` are this handle's and are not stored; `archive`
-    the storage puts into expstore.json, once there is one; `new_layout` is what a new store takes where
-    `layout` says nothing.
+    `mode`, `durability`, `min_free_bytes` and `on_sigterm` apply to this handle only and are not stored.
+    `archive` is written to expstore.json by the storage once the archive exists. `new_layout` fills in what
+    `layout` leaves out when a store is created.
     """
 
     mode: Mode = "a"
@@ -93,7 +93,7 @@ class Settings:
         retain: Retain | Mapping[str, Any] | None,
         archive: str | Path | Literal[False] | None = None,
     ) -> Settings:
-        """Return the same with this policy, and where rows go that leave, as far as these are given."""
+        """Return a copy with this retention policy and this archive; None keeps the current value."""
         policy = self.retain if retain is None else Retain.of(retain)
         return dataclasses.replace(self, retain=policy, archive=self.archive if archive is None else archive)
 
@@ -101,18 +101,18 @@ class Settings:
 def enter(
     disk: Disk, path: Path, capacity: int | None, settings: Settings, kind: str
 ) -> tuple[WriterLock, Manifest]:
-    """Lock the folder and return its manifest; make both for a new store.
+    """Lock the folder and return its manifest; create both for a new store.
 
     Args:
-        disk: Where files are touched.
-        path: The folder.
+        disk: The disk on which files are accessed.
+        path: The store's folder.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: What was asked for.
-        kind: Of the storage that opens it.
+        settings: The options of the opening.
+        kind: The kind of storage that opens the folder.
 
     Raises:
         LockedError: Another buffer has the store open.
-        StateError: The folder is in the way, or a setting contradicts the store.
+        StateError: The folder holds something else, or a setting contradicts the store.
     """
     if settings.mode not in ("a", "x", "w"):
         raise ValueError(f"mode {settings.mode!r} is unknown; use 'a', 'x' or 'w', or 'r' to read only")
@@ -141,7 +141,7 @@ def enter(
         raise _exists(path)
     new = not exists or settings.mode == "w"
     if new:
-        _new_layout(settings)  # refused before anything is made or moved
+        _new_layout(settings)  # raises before any file is created or moved
     _check_archive(disk, path, capacity, settings.archive or None, new=new)
     if exists and new:
         _move_aside(disk, path)
@@ -150,7 +150,7 @@ def enter(
     try:
         finish_load(disk, path)
         finish_late(disk, path)
-        # Not before: what a load has moved away must stay so until it is done.
+        # Not before: files that a restore has moved away must stay there until the restore is finished.
         disk.make_dir(path / "journal")
         if disk.exists(path / MANIFEST):
             if settings.mode == "x":
@@ -174,13 +174,13 @@ def enter(
 def _check_archive(
     disk: Disk, path: Path, capacity: int | None, archive: str | Path | None, *, new: bool
 ) -> None:
-    """Refuse an archive that this store cannot have."""
+    """Raise an error if this store cannot have this archive."""
     if not archive:
         return
     place, own = Path(archive).resolve(), path.resolve()
     if place == own or own in place.parents or place in own.parents:
         raise StateError(
-            f"{place} and {own} lie in one another", hint="give archive= a path beside the store"
+            f"{place} and {own} lie in one another", hint="give archive= a path outside the store's folder"
         )
     if new and capacity is None:
         raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")
@@ -196,7 +196,7 @@ def _check_archive(
 
 
 def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | None) -> Manifest:
-    """Return the manifest with another policy, if one is given; it is on the disk then."""
+    """Return the manifest with the policy `retain`; write it to the disk if it has changed."""
     if retain is None or retain.to_json() == manifest.retain:
         return manifest
     if retain and manifest.capacity is not None:
@@ -211,7 +211,7 @@ def _with_policy(disk: Disk, path: Path, manifest: Manifest, retain: Retain | No
 
 
 def look_up(disk: Disk, path: Path, capacity: int | None, settings: Settings) -> Manifest:
-    """Return the manifest of a store that is only read; the seed is the reader's own.
+    """Return the manifest of a store that is opened for reading only; a reader has its own seed.
 
     Raises:
         NotFoundError: There is no store.
@@ -233,7 +233,7 @@ def _refuse_half_repaired(disk: Disk, path: Path) -> None:
 
 
 def _plain(capacity: int | None, settings: Settings) -> tuple[int | None, Settings]:
-    """Check what needs no store; return numbers as Python's own, which JSON can keep."""
+    """Check what can be checked without a store; convert numbers to Python's own, which JSON can store."""
     if settings.storage not in (None, *STORAGES):
         raise ValueError(
             f"storage {settings.storage!r} is unknown; there are {', '.join(map(repr, STORAGES))}"
@@ -270,7 +270,7 @@ def _exists(path: Path) -> StateError:
 
 
 def _look(disk: Disk, path: Path) -> bool:
-    """Return whether there is a store; refuse a folder that is somebody else's."""
+    """Return whether the folder holds a store; raise an error if it holds something else."""
     if disk.exists(path / MANIFEST):
         return True
     if disk.exists(path) and not disk.is_dir(path):
@@ -287,7 +287,7 @@ def _look(disk: Disk, path: Path) -> bool:
 
 
 def _move_aside(disk: Disk, path: Path) -> None:
-    WriterLock(disk, path / "LOCK").release()  # nobody has it open
+    WriterLock(disk, path / "LOCK").release()  # check that no process has the store open
     number = 1
     while disk.exists(path.with_name(f"{path.name}.old-{number}")):
         number += 1
@@ -306,7 +306,7 @@ def _check_meta(meta: dict[str, Any] | None) -> None:
 def _new(capacity: int | None, settings: Settings) -> Manifest:
     seed = settings.seed
     if seed is None:
-        # Kept in the store, so that every draw can be repeated.
+        # Stored, so that every draw can be repeated.
         seed = int.from_bytes(os.urandom(8), "little")
     return Manifest(
         uuid=uuid.uuid4().hex,
@@ -332,12 +332,12 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
 
 
 def _new_layout(settings: Settings) -> ColumnLayout:
-    """Return how the columns of a new store are made; raise SchemaError if an option has no effect there."""
+    """Return the column layout of a new store; raise SchemaError if an option has no effect there."""
     return (settings.layout or ColumnLayout()).filled(settings.new_layout).filled(_FLAT)
 
 
 def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
-    """Return how columns would be made if that was done as asked for."""
+    """Return the layout that the settings ask of a stored layout; None if they ask for none."""
     if settings.layout is None:
         return None
     return settings.layout.filled(ColumnLayout(**manifest.layout)).filled(_FLAT).to_json()
@@ -387,7 +387,7 @@ def _compare(path: Path, manifest: Manifest, capacity: int | None, settings: Set
 
 
 def _compare_specs(path: Path, manifest: Manifest, settings: Settings) -> None:
-    """Refuse specs that are not the store's, or, where it has none yet, cannot be those of its rows."""
+    """Raise an error if specs differ from the store's, or do not fit its rows if the store has none yet."""
     if not settings.specs:
         return
     if manifest.specs:

@@ -1,7 +1,7 @@
 """Close or flush open stores when the program ends, gets SIGTERM, or forks.
 
-Used by stores: they register when they are open and unregister when they are closed. It closes or flushes
-what is open; it never opens anything, and leaves handlers of the program alone.
+Used by stores: they register when they are opened and unregister when they are closed. This module closes or
+flushes open stores. It never opens one, and does not replace the program's own signal handlers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _logger = logging.getLogger("expstore")
 
 @dataclass(frozen=True, eq=False)
 class Departure:
-    """Say what becomes of an open store; its methods are held weakly.
+    """How to close, flush or drain an open store; `weakly` holds the methods weakly.
 
     Args:
         path: The store's folder.
-        flushes: Whether SIGTERM flushes it.
-        leave: Closes it when the program ends.
-        depart: Does what can be done before the process dies of a signal; other threads still run.
-        drain: Writes to the columns what only the journal has, before a fork.
+        flushes: Whether SIGTERM flushes the store.
+        leave: Closes the store when the program ends.
+        depart: Flushes what it can before the process dies of a signal; other threads still run.
+        drain: Writes the rows that only the journal has to the columns, before a fork.
     """
 
     path: Path
@@ -47,7 +47,7 @@ class Departure:
     drain: Callable[[], object]
 
     def weakly(self) -> Departure:
-        """Return the same with methods that do nothing once the store is gone."""
+        """Return a copy whose methods do nothing once the store has been freed."""
         return replace(self, leave=_weak(self.leave), depart=_weak(self.depart), drain=_weak(self.drain))
 
 
@@ -61,14 +61,14 @@ def _weak(method: Callable[[], object]) -> Callable[[], object]:
     return call
 
 
-#: The one piece of state that belongs to the process: its end, a signal and a fork come to nobody else.
+#: Global to the process, because its exit, its signals and its forks concern all stores.
 _open: weakref.WeakKeyDictionary[object, Departure] = weakref.WeakKeyDictionary()
 #: The signals that a thread had blocked before it forked.
 _blocked = threading.local()
 
 
 def register(store: object, departure: Departure) -> None:
-    """Note that a store is open; handle SIGTERM if the program does not, and allows it."""
+    """Note that a store is open; install a SIGTERM handler if allowed and the program has none."""
     _open[store] = departure.weakly()
     here = threading.current_thread() is threading.main_thread()
     if departure.flushes and here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -76,7 +76,7 @@ def register(store: object, departure: Departure) -> None:
 
 
 def unregister(store: object) -> None:
-    """Note that a store is closed; with the last one the handler is removed."""
+    """Note that a store is closed; remove the handler with the last store."""
     _open.pop(store, None)
     here = threading.current_thread() is threading.main_thread()
     if not _open and here and isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
@@ -84,10 +84,11 @@ def unregister(store: object) -> None:
 
 
 class _Farewell:
-    """Handle SIGTERM: flush what is open, then die of it as if there were no handler.
+    """Handle SIGTERM: flush all open stores, then die of the signal as if there were no handler.
 
-    The main thread goes on meanwhile: it may hold a lock that flushing needs. A second signal is not
-    waited for, nor is a disk that takes too long.
+    The flush runs in another thread while the main thread continues, because the main thread may hold a lock
+    that flushing needs. The process dies without waiting at a second signal, or after
+    `tuning.SIGTERM_SECONDS` if the disk is slow.
     """
 
     def __init__(self) -> None:
@@ -108,13 +109,13 @@ class _Farewell:
     def _flush(self) -> None:
         for departure in list(_open.values()):
             if departure.flushes:
-                with contextlib.suppress(Exception):  # whatever it is: the process is dying
+                with contextlib.suppress(Exception):  # the process is dying, whatever the error is
                     departure.depart()
         _die()
 
 
 def _die() -> None:
-    """Die of SIGTERM; from any thread, which signal.signal() does not allow."""
+    """Die of SIGTERM. Works in any thread, where `signal.signal()` would need the main thread."""
     ctypes.pythonapi.PyOS_setsig(int(signal.SIGTERM), None)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -123,16 +124,17 @@ def _close_all() -> None:
     for departure in list(_open.values()):
         try:
             departure.leave()
-        except Exception as exc:  # the others are to be closed, too
+        except Exception as exc:  # the other stores must still be closed
             _logger.warning("%s could not be closed: %s", departure.path, exc)
 
 
 def _before_fork() -> None:
-    """Let a child find all rows in the columns: it must not write those that were kept back."""
+    """Drain all stores, so that a child finds all rows in the columns: it must not write pending ones."""
     for departure in list(_open.values()):
         with contextlib.suppress(ExpStoreError):
             departure.drain()
-    # Python forgets in a child what its handler was told: the child would outlive a signal that came first.
+    # The child's interpreter forgets pending signals: without the mask it would survive one sent before the
+    # fork.
     _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
@@ -141,7 +143,7 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    _open.clear()  # they are the parent's
+    _open.clear()  # the stores belong to the parent
     if isinstance(signal.getsignal(signal.SIGTERM), _Farewell):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, _blocked.before)

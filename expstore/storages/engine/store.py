@@ -1,8 +1,8 @@
-"""A store on disk: how rows are appended, changed, forgotten and brought to the disk.
+"""A store on disk: append, change, delete and sync rows.
 
-This is where the crash rule stands. `Store._append` appends rows; the order of its six steps is what makes a
-batch whole or absent after a kill at any moment, and after a power cut once a checkpoint has run. How an
-opening recovers is in `expstore.storages.engine.opening`. Values are never looked at.
+`Store._append` implements the crash rule. The order of its six steps makes a batch complete or absent after a
+kill at any moment, and after a power failure once a checkpoint has run. How an opening recovers a store is in
+`expstore.storages.engine.opening`. Values are never inspected here.
 """
 
 from __future__ import annotations
@@ -64,32 +64,33 @@ from expstore.storages.snapshots.create import dump as make_snapshot
 __all__ = ["Store"]
 
 _logger = logging.getLogger("expstore")
-#: So many bytes without a fixed size may be unsynced before who extends waits for the disk.
+#: Bytes without a fixed size that may be unsynced before `extend` waits for the disk.
 UNSYNCED_BYTES = 256 << 20
 
 
 class Store(Storage):
-    """Keep rows in a folder, for as long as the experiment lives.
+    """Store rows in a folder.
 
-    Invariants: nothing that can be read, or that a power cut may bring back, is overwritten (rows in flight
-    and rows that no checkpoint covers fit into the spare slots); a commit record is appended only when the
-    payload of its rows stands where it says; a checkpoint covers a record only when all that it says is on
-    the disk.
+    Invariants: no row is overwritten that can be read, or that a power failure may bring back (rows in flight
+    and rows that no checkpoint covers fit into the spare slots). A commit record is appended only after the
+    payload of its rows is stored where the record says. A checkpoint covers a record only when everything in
+    it is synced.
 
-    Crashes: what `write` published survives the process at once, and the machine after the next checkpoint
-    (about one second later, or `sync`); with `durability="sync"` at once, too. A batch is there whole or not
-    at all. Threads: as `Storage`. Processes: one writer, the next one gets LockedError; a forked child cannot
-    write.
+    Crashes: rows that `write` has committed survive the process at once, and a power failure after the next
+    checkpoint (about one second later, or `sync`); with `durability="sync"` at once, too. A batch is stored
+    completely or not at all. Threads: as `Storage`. Processes: one writer, the next one gets LockedError; a
+    forked child cannot write.
 
     Args:
-        path: The store's folder; made if it is missing.
+        path: The store's folder; created if it is missing.
         capacity: Most readable rows; None: as stored, unbounded for a new store.
-        settings: Everything else; see `expstore.open`. `storage` says whether rows may have no fixed size.
-        disk: Where files are touched.
-        segment_bytes: Length of a journal segment; None: 4 MiB, or 64 MiB where records carry their rows.
+        settings: All other options; see `expstore.open`. `storage` decides whether rows may have no fixed
+            size.
+        disk: The disk on which files are accessed.
+        segment_bytes: Length of a journal segment, bytes; None: 4 MiB, or 64 MiB if records carry their rows.
 
     Raises:
-        LockedError: Another buffer has it open.
+        LockedError: Another buffer has the store open.
         StateError: A setting contradicts the store.
         CorruptionError: The store is damaged.
         SchemaError: There is no such layout, codec or option.
@@ -97,7 +98,7 @@ class Store(Storage):
 
     _state: OpenStore
     path: Path
-    #: Whether to warn if it is collected without having been closed.
+    #: Whether to warn if the store is garbage-collected without having been closed.
     _warns_if_forgotten = True
 
     def __init__(
@@ -118,7 +119,7 @@ class Store(Storage):
         super().__init__(
             description=Description.of(manifest), disk=disk, path=path, index_path=index_path(path)
         )
-        #: What the store consists of.
+        #: The parts of the open store.
         self.engine = Engine(
             path,
             disk,
@@ -141,7 +142,7 @@ class Store(Storage):
             draws = DrawState(order=self.locks.order, sink=shared)
             self._adopt(dataclasses.replace(self._state, draws=draws))
             shared.enter()
-            shared.begin_change(None)  # recovery may change rows that others are reading
+            shared.begin_change(None)  # recovery may change rows that other processes are reading
             with explain_full_disk(disk, path, manifest):
                 self._open(first=True)
             if manifest.schema is not None and shared.is_new:
@@ -154,14 +155,14 @@ class Store(Storage):
         register(self, Departure(path, flushes, self._leave, self._depart, self.drain))
 
     def _open(self, *, first: bool) -> None:
-        """Open what is on the disk now, and go over to it; if that fails, what was open stays so."""
+        """Open the files as they are now and switch to them; on failure, the former files stay open."""
         former, engine = self._state, self.engine
         if engine.archive is None:
             asked, segment_bytes = self._archive_settings
             found = Archiver.open(engine, asked, open_storage=_open_archive, segment_bytes=segment_bytes)
             engine.use_archive(found)
         archive = engine.archive
-        # Who copies rows to the archive reads them in these columns, or in the next ones.
+        # A thread that copies rows to the archive reads them in these columns, or in the next ones.
         with archive.archive.lock if archive is not None else contextlib.nullcontext():
             opened = Opening(
                 engine.disk,
@@ -197,7 +198,7 @@ class Store(Storage):
 
     @contextlib.contextmanager
     def _changing_fields(self, schema: Schema | None) -> Iterator[None]:
-        """Let who reads meanwhile know if the places of fields are others afterwards."""
+        """Let concurrent readers know if the positions of fields change."""
         known = self.schema
         moves = known is not None and not (schema is not None and schema.same(known))
         with self.epochs.changing_fields(moves):
@@ -205,16 +206,16 @@ class Store(Storage):
             if moves:
                 self.epochs.note_deleted()
 
-    # -- what there is -----------------------------------------------------------------------------
+    # -- contents ----------------------------------------------------------------------------------
 
     @property
     def state(self) -> OpenStore:
-        """The rows of this moment; another object after a restore or a recovery."""
+        """The current state of the rows; a restore or a recovery replaces the object."""
         return self._state
 
     @property
     def manifest(self) -> Manifest:  # type: ignore[override]
-        """What expstore.json says."""
+        """The contents of expstore.json."""
         return self.engine.manifest
 
     @property
@@ -224,22 +225,22 @@ class Store(Storage):
 
     @property
     def _layout(self) -> ColumnLayout:
-        """How the columns of this store are made."""
+        """The layout of the store's columns."""
         return ColumnLayout.of(self.manifest.layout, self.ranking)
 
     @property
     def fields(self) -> StoredFields:
-        """What adds and drops fields."""
+        """Adds and drops fields."""
         return StoredFields(self, self._take_fields)
 
     @property
     def retention(self) -> Deletion:
-        """What deletes episodes of a store that grows."""
+        """Deletes episodes of a growing store."""
         return Deletion(self)
 
     @property
     def snapshots(self) -> StoreSnapshots:
-        """What gives the content to snapshots, and replaces it."""
+        """Access to the content for snapshots, which read and replace it."""
         return StoreSnapshots(
             self,
             check=self._check_hooks,
@@ -249,7 +250,7 @@ class Store(Storage):
         )
 
     def archived(self) -> Storage | None:
-        """Return where rows are that have left; None: nowhere."""
+        """Return the storage of rows that have left; None: there is no archive."""
         archive = self.engine.archive
         return None if archive is None else archive.storage
 
@@ -259,8 +260,8 @@ class Store(Storage):
         """Append rows: all of them become readable, or none.
 
         Raises:
-            StateError: The store is closed, not open for writing, or poisoned; or its archive is.
-            StorageError: The disk failed, or would have less than `min_free_bytes`; nothing is published.
+            StateError: The store is closed, not open for writing, or has failed; or its archive has.
+            StorageError: The disk failed, or would have less than `min_free_bytes`; no row becomes readable.
         """
         engine, ring = self.engine, self.geometry
         self.writer()
@@ -280,11 +281,11 @@ class Store(Storage):
         self.counters.extends += 1
 
     def _write_past_ring(self, rows: Rows, archive: Archiver, skipped: int) -> None:
-        """Append a batch longer than the ring; the rows that never get a slot go to the archive first."""
+        """Append a batch longer than the ring; the rows that never get a slot are archived first."""
         engine = self.engine
         self._check_space(rows.count)
         self.sync()
-        with engine.health.noting:  # rows may have come too early: an opening takes them back
+        with engine.health.noting:  # rows may have been archived too early: an opening removes them
             archive.copy_early(rows, skipped)
             self._admit(rows)
             self._append(rows)
@@ -297,10 +298,10 @@ class Store(Storage):
     def _append(self, rows: Rows) -> None:
         """Append rows, for which there is room. This is the crash rule.
 
-        If the process dies before step 4 the rows are gone: an opening ends at the newest commit record, and
-        ignores bytes in free slots. (A batch longer than the spare slots has given up rows before.) From step
-        4 on the rows are there; recovery does step 5 again from the record. After a power cut they are there
-        if a checkpoint has run since, or if every call is synced. After an exception the next call of
+        If the process dies before step 4 the rows are lost: an opening stops at the newest commit record, and
+        ignores bytes in free slots. (A batch longer than the spare slots has evicted older rows by then.)
+        From step 4 on the rows exist; recovery repeats step 5 from the record. After a power failure they
+        exist if a checkpoint has run since, or if every call is synced. After an exception the next call of
         `writer` reads the journal again.
         """
         state, engine, ring = self._state, self.engine, self.geometry
@@ -309,34 +310,35 @@ class Store(Storage):
             self.disk.warm()
         if state.episodes.kernels is not kernels:
             state.episodes.use_kernels(kernels)
-        # 1. Give up the slots, in memory and for readers in other processes, before they change.
+        # 1. Release the slots, in memory and for readers in other processes, before they change.
         skipped = self._reserve(rows)
-        # 2. The payload goes to the columns; few rows stay in the memtable and in their record.
+        # 2. Write the payload to the columns; a few rows stay in the memtable and in their record.
         payload = state.put(rows, skipped, ring, engine.shared)
-        # 3. Where every call is synced, the payload is on the disk before its record.
+        # 3. If every call is synced, sync the payload before its record.
         if engine.durable and payload.in_columns:
             payload = self._make_durable(rows, skipped, payload)
         record = self._commit_record(rows, skipped, payload).parts()
         with self.locks.episodes:
             try:
-                # 4. The commit record.
+                # 4. Append the commit record.
                 sequence = engine.append_record(Kind.PUBLISH, *record)
                 if engine.durable:
                     engine.checkpointer.sync_record(state.journal)
-                # 5. Episodes, window and key: readers in this process see the rows.
+                # 5. Update episodes, window and key: readers in this process see the rows.
                 state.commit_rows(rows, ring.capacity, (engine.manifest.generation, sequence))
             except BaseException:
-                # Before the lock is released: no checkpoint may cover what memory lacks.
+                # Before the lock is released: no checkpoint may cover a record that memory lacks.
                 engine.health.note_interruption()
                 raise
-        # 6. The control page: other processes see the rows, those of the memtable when it is drained.
+        # 6. Update the control page: other processes see the rows, or, if in the memtable, after it is
+        # drained.
         engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
         engine.background.note()
         if rows.count > ring.spare:
-            self.sync()  # they have cost rows that were on the disk
+            self.sync()  # the batch has overwritten durable rows
 
     def _make_durable(self, rows: Rows, skipped: int, payload: Payload) -> Payload:
-        """Have the record carry the rows, or sync them if they are many."""
+        """Put the rows into their record, or sync them if they are many."""
         state, spare = self._state, self.geometry.spare
         columns, numbers = state.require_columns(), rows.assignment.numbers
         if (
@@ -369,7 +371,7 @@ class Store(Storage):
         )
 
     def _admit(self, rows: Rows) -> None:
-        """Wait until rows may be written; what they overwrite is in every snapshot and archive by then.
+        """Wait until rows may be written; rows that they overwrite are in all snapshots and the archive then.
 
         Raises:
             StorageError: The disk is too full, or failed; nothing was written.
@@ -383,7 +385,7 @@ class Store(Storage):
     def _make_room(self, count: int) -> None:
         """Wait until rows in flight, and rows that no checkpoint covers, fit into the spare slots.
 
-        Rows that are overwritten then are on the disk of the archive, if there is one.
+        If there is an archive, the rows to be overwritten are synced to its disk by then.
         """
         engine, ring = self.engine, self.geometry
         last, archive = self._state.window.last, None if self.schema is None else engine.archive
@@ -405,12 +407,12 @@ class Store(Storage):
             archive.copy_through(last + count - ring.depth)
 
     def _retire_overwritten(self, through: int, archive: Archiver | None) -> None:
-        """Give up the rows up to `through`, which a batch longer than the spare slots overwrites."""
+        """Evict the rows up to `through`, which a batch longer than the spare slots overwrites."""
         if archive is None:
             if through > self._state.window.low:
                 self._retire(through)
             return
-        with self.engine.health.noting:  # rows may come to the archive too early: an opening takes them back
+        with self.engine.health.noting:  # rows may be archived too early: an opening removes them
             archive.copy_through(through)
             if through > self._state.window.low:
                 self._retire(through)
@@ -426,7 +428,7 @@ class Store(Storage):
             self.engine.space.check(self.last, count, row_bytes, self.geometry)
 
     def _make_room_for_variable(self, rows: Rows) -> None:
-        """Wait for the disk, or hurry the background thread, if many bytes of such rows would be unsynced."""
+        """Wait for the disk, or hurry the background thread, if many variable-length bytes are unsynced."""
         columns, engine = self._state.columns, self.engine
         if columns is None or not columns.variable_places:
             return
@@ -441,7 +443,7 @@ class Store(Storage):
             engine.background.hurry()
 
     def _make_room_for_key(self) -> None:
-        """Have room for one more idempotency key in their file."""
+        """Make room for one more idempotency key in the file of keys."""
         engine = self.engine
         if not engine.manifest.keyed:
             engine.save(engine.manifest.replace(keyed=True))  # from now on a lost file is damage
@@ -484,8 +486,8 @@ class Store(Storage):
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
         """Return a ring whose slots beyond the capacity are whole steps of time and whole chunks.
 
-        Its reach is as far back as packed rows may refer to, and one chunk: a reader may find only the newer
-        rows of a chunk that is being overwritten.
+        Its reach is as far back as packed rows may refer to, plus one chunk, because a reader may find only
+        the newer rows of a chunk that is being overwritten.
 
         Raises:
             SchemaError: A setting of a single field does not fit the field.
@@ -512,7 +514,7 @@ class Store(Storage):
         columns.warm()
         if state.checksums is not None:
             state.checksums.close()
-        self.disk.unlink(engine.path / CHECKSUMS)  # of rows that a failed attempt never got
+        self.disk.unlink(engine.path / CHECKSUMS)  # left over from a failed attempt
         state.replace_checksums(Checksums(self.disk, engine.path / CHECKSUMS, columns))
         manifest.save(self.disk, engine.path)
         engine.note_saved(manifest)
@@ -522,7 +524,7 @@ class Store(Storage):
         self.priorities.load(np.full(size, self.priorities.largest, np.float32), dirty=False)
 
     def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
-        """Replace the fields; expstore.json has them already, and the lock is held."""
+        """Replace the fields. expstore.json has them already, and the caller holds the lock."""
         description = Description.of(manifest)
         with self.locks.episodes, self._changing_fields(description.schema):
             self.engine.note_saved(manifest)
@@ -541,7 +543,7 @@ class Store(Storage):
             counts = SampledColumn(self.disk, columns.folder, slots, changed=self.engine.background.note)
             self._state.count_sampled(counts)
 
-    # -- changing and forgetting -------------------------------------------------------------------
+    # -- changing and deleting ---------------------------------------------------------------------
 
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
@@ -561,7 +563,7 @@ class Store(Storage):
         engine.background.note()
 
     def _retire(self, through: int) -> None:
-        """Give up the rows with ids <= `through`, for good; on the disk when this returns."""
+        """Remove the rows with ids <= `through` for good, durably."""
         engine = self.engine
         with self.locks.episodes:
             sequence = engine.append_record(Kind.RETIRE, b'{"through": %d}' % through)
@@ -586,21 +588,21 @@ class Store(Storage):
 
     @property
     def settings(self) -> StoreSettings:
-        """What ranks rows, their specs, and whether they are counted."""
+        """Settings of the rows: their ranking, their specs, and whether uses are counted."""
         return StoreSettings(self, self._describe, self._count_sampled)
 
     def row_appender(self, schema: Schema, rows: int = 1) -> RowAppender | None:
-        """Return what appends a few rows faster than `write`; see `Storage.row_appender`."""
+        """Return an appender that writes a few rows faster than `write`; see `Storage.row_appender`."""
         return RowAppender(self, schema, rows) if RowAppender.suits(self, schema, rows) else None
 
     def _note_unsaved(self) -> None:
-        """Note that priorities were set: a checkpoint follows before long."""
+        """Note that priorities were set, so that a checkpoint follows soon."""
         self.engine.background.note()
 
     # -- reading -------------------------------------------------------------------------------------
 
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whatever rows these are; see `ReadView.take`."""
+        """Copy rows out by slot, whichever rows the slots hold; see `ReadView.take`."""
         state = self._state
         columns = state.columns
         if columns is None:
@@ -612,7 +614,7 @@ class Store(Storage):
         return memtable.replaced.take(columns, slots, wanted)
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return how many bytes the fields without a fixed size take in some rows. Shapes `(n,)`."""
+        """Return the bytes of some rows in the fields without a fixed size. Shapes `(n,)`."""
         state, slots = self._state, self.geometry.slot_of(ids)
         if state.holds_back(slots):
             try:
@@ -627,12 +629,12 @@ class Store(Storage):
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Fields whose rows are unpacked or put together when they are read: viewing them costs a copy."""
+        """Fields whose rows are unpacked or assembled when they are read, so that viewing them copies."""
         columns = self._state.columns
         return frozenset() if columns is None else columns.unviewed_places
 
     def drain(self) -> None:
-        """Write to the columns the rows that only the memtable and the journal hold."""
+        """Write the rows that only the memtable and the journal hold to the columns."""
         self.engine.drain()
 
     # -- snapshots and restores ----------------------------------------------------------------------
@@ -640,7 +642,7 @@ class Store(Storage):
     def dumps(self, path: str | Path, *, keep: int = 5) -> Version:
         """Make a snapshot of the content as it is now, in `path`/vNNNN; see `ReplayBuffer.dumps`.
 
-        Others go on reading and adding rows meanwhile. After a crash the snapshot is there whole or not at
+        Other threads can read and add rows meanwhile. After a crash the snapshot is there whole or not at
         all.
 
         Args:
@@ -648,9 +650,9 @@ class Store(Storage):
             keep: How many snapshots remain.
 
         Raises:
-            SnapshotError: The folder holds something else, or rows are objects, for which files have no form.
+            SnapshotError: The folder holds something else, or rows are objects, which snapshots cannot store.
             StateError: The storage is closed.
-            StorageError: The disk failed or is full; snapshots that were there are as they were.
+            StorageError: The disk failed or is full; existing snapshots are unchanged.
 
         Example:
             >>> storage.dumps("backup")
@@ -659,13 +661,13 @@ class Store(Storage):
         return make_snapshot(self, path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Put a snapshot's content in the place of this one; see `ReplayBuffer.loads`.
+        """Replace the content by that of a snapshot; see `ReplayBuffer.loads`.
 
         After a crash the storage has its former content or the new one.
 
         Args:
-            path: What `dumps` was given.
-            version: Number or tag; None: the newest.
+            path: The folder that was passed to `dumps`.
+            version: Number or tag of the snapshot; None: the newest.
 
         Raises:
             SnapshotError: There is no such snapshot.
@@ -698,16 +700,16 @@ class Store(Storage):
 
     @contextlib.contextmanager
     def _changing(self, slots: IntArray | None = None) -> Iterator[None]:
-        """Tell readers, in other processes too, that rows are being changed in place."""
+        """Tell readers, also in other processes, that rows are being changed in place."""
         with super()._changing(slots):
             self.engine.shared.begin_change(slots)
             yield
-            self.engine.shared.end_change()  # not after a failure: it is not known what they hold then
+            self.engine.shared.end_change()  # not after a failure, when the rows' contents are unknown
 
     # -- life ----------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Run a checkpoint: everything that was published, and priorities and draws, is on the disk then.
+        """Run a checkpoint: sync all committed rows, the priorities and the draws.
 
         Raises:
             StorageError: The disk failed; after a failed fsync the store must be opened again.
@@ -715,11 +717,11 @@ class Store(Storage):
         self.engine.checkpoint()
 
     def writer(self) -> Self:
-        """Return the store itself; after an interruption its journal is read again.
+        """Return the store itself; after an interruption, read its journal again first.
 
         Raises:
-            StateError: It is closed, poisoned, or of another process.
-            StorageError: The disk failed; the next call tries again.
+            StateError: The store is closed, has failed, or belongs to another process.
+            StorageError: The disk failed; the next call retries.
         """
         engine = self.engine
         if self._closed:
@@ -733,7 +735,7 @@ class Store(Storage):
         if health.failure is not None:
             health.check()
         if health.needs_recovery:
-            # A sampler that counts what it hands out must not use the counts that were open.
+            # A sampler that counts uses must not use the counts that were open before.
             with self.lock, engine.checkpointer.lock, self.locks.sampled:
                 if engine.health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
@@ -745,14 +747,14 @@ class Store(Storage):
 
     @property
     def can_write(self) -> bool:
-        """Whether the storage is open for writing and sound."""
+        """Whether the store is open for writing and has not failed."""
         return not self._closed and self.engine.is_sound
 
     def _note_interruption(self) -> None:
         self.engine.health.note_interruption()
 
     def close(self) -> None:
-        """Sync, note that all is well, and let others open the store; a second call does nothing."""
+        """Sync, record a clean close, and release the lock; a second call does nothing."""
         if self._closed:
             return
         closed, engine = 0, self.engine
@@ -770,12 +772,12 @@ class Store(Storage):
                 self._release()
 
     def _release(self) -> None:
-        """Close all files, as many as were opened, and let others write."""
+        """Close all files that were opened, and release the lock."""
         unregister(self)
         self.engine.close()
 
     def _leave(self) -> None:
-        """Close a store that was not closed when the program ends, and bring the index up to date."""
+        """Close a store that is still open when the program ends, and update the index."""
         if self._closed or not self.engine.lock_file.held:
             return
         try:
@@ -787,14 +789,14 @@ class Store(Storage):
             self.close()
 
     def _depart(self) -> None:
-        """Do what can be done before the process dies of a signal; other threads still run."""
+        """Flush what can be flushed before the process dies of a signal; other threads still run."""
         self.sync()
 
     def __del__(self) -> None:
         opened = "engine" in vars(self) and self.engine.background.running
         if opened and not self._closed and self.engine.lock_file.held:
-            # In a cycle the threads of the pool have been told already that it is gone: they take no jobs.
-            # And this thread may be inside `submit` of another pool, where it would wait for itself.
+            # If the store is part of a reference cycle, the threads of its pool have already ended and take
+            # no jobs. Also, this thread may be inside `submit` of another pool, where waiting would deadlock.
             self.engine.do_without_threads()
             with contextlib.suppress(ExpStoreError):
                 self.close()
@@ -804,7 +806,7 @@ class Store(Storage):
     # -- facts -----------------------------------------------------------------------------------------
 
     def more_stats(self) -> dict[str, Any]:
-        """Return path, generation, what waits for the disk and how that is, and what packing saves."""
+        """Return path, generation, unsynced rows, the state of the disk, and compression ratios."""
         engine, counters, columns = self.engine, self.counters, self._state.columns
         archive = {} if engine.archive is None else engine.archive.stats()
         return {
@@ -823,7 +825,7 @@ class Store(Storage):
 
 
 def _open_archive(path: Path, **options: Any) -> Store:
-    """Open the archive of a store, which closes it: nothing is done when the program ends without that."""
+    """Open the archive of a store. The store closes it; nothing is done if the program ends without that."""
     archive = Store(path, **options)
     archive._warns_if_forgotten = False
     unregister(archive)

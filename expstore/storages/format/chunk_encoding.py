@@ -1,6 +1,6 @@
-"""How rows of a wide field are packed: codec, rows per chunk, rows per shard.
+"""Packing of the rows of a wide field: codec, rows per chunk, rows per shard.
 
-Used by packed columns and by what makes their Zarr metadata. It knows numbers and codecs, and no files.
+Used by packed columns and by the code that writes their Zarr metadata. It touches no files.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from expstore.storages.format.codecs import CODECS, DEFAULT_CODEC, Codec
 
 __all__ = ["Packing", "packing_for", "reach_for"]
 
-#: Rows that lie in so many bytes are packed together.
+#: Target size of a chunk, unpacked.
 CHUNK_BYTES = 256 * 1024
-#: A row is unpacked without the rows of the blocks before its own. Two blocks save a fifth of the time, and
-#: take a quarter more space; more save nothing, since most of a block's time goes to its first row.
+#: Blocks per frame. To read a row, the blocks before its own need not be unpacked. Two blocks save a fifth of
+#: the time, and take a quarter more space; more save nothing, since the first row takes most of a block's
+#: time.
 BLOCKS = 2
-#: Frames that are shorter by this are unpacked quickly enough: they have one block.
+#: A frame whose compression ratio is at least this is unpacked quickly enough: it has one block.
 _SHORT = 64
 CHUNK_ROWS = 64
-#: Larger chunks cannot be asked for: one is unpacked for every row that is read.
+#: Upper bounds for the rows and bytes of a chunk: reading one row unpacks a whole chunk.
 MOST_ROWS, MOST_BYTES = 4096, 16 << 20
 SHARD_BYTES = 1 << 30
-#: Longer shards rather than more files than this in a ring.
+#: A ring with more shards than this gets longer shards instead.
 MANY_SHARDS = 1024
-#: Rows are looked for among those before them: as many as make so many bytes, but no fewer and no more than
-#: these, and of the widest no more than make eight times as many bytes.
+#: A row's bytes are looked for among the rows before it: among as many as make so many bytes, within the
+#: bounds of `tuning.PACKED_LOOKBACK_ROWS`, and for very wide rows at most eight times as many bytes.
 REACH_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Say how a field is packed.
+    """How a field is packed.
 
-    A packed chunk is the codec's frame and the crc32c of it, as Zarr's codecs `bytes`, `blosc` (or another)
-    and `crc32c` make one; it is never longer than `most_bytes`.
+    A packed chunk is the codec's frame and its crc32c, as Zarr's codecs `bytes`, `blosc` (or another) and
+    `crc32c` produce it. It is never longer than `most_bytes`.
 
     Args:
         codec: One of `CODECS`.
-        rows: Per chunk.
+        rows: Rows per chunk.
         shard: Rows per shard, a multiple of `rows`.
-        shares: Whether rows may lie in the column of the next ones. Then a table stands before each frame:
-            the crc32c (u32) of what follows, and for each row (u16) how many rows before it the same bytes
-            are next ones; 0: they are in the frame, which has zeros for the others. Without any own row
-            there is no frame.
+        shares: Whether rows may be stored in the column of the next observations. Then a table precedes each
+            frame: the crc32c (u32) of the rest of the table, and for each row (u16) how many rows before it
+            the next column has the same bytes; 0: the row is in the frame, which has zeros for the other
+            rows. If no row is in the frame, there is no frame.
 
     Example:
         >>> packing = Packing("lz4hc", rows=16, shard=4096)
@@ -73,37 +74,37 @@ class Packing:
 
     @property
     def chunks(self) -> int:
-        """How many chunks a shard has."""
+        """Number of chunks in a shard."""
         return self.shard // self.rows
 
     @property
     def means(self) -> Codec:
-        """The codec itself."""
+        """The codec."""
         return CODECS[self.codec]
 
     def block_bytes(self, chunk_bytes: int, former: int) -> int:
-        """Return how long the blocks of a frame are; 0: the codec knows best.
+        """Return the length of a frame's blocks, bytes; 0: the codec chooses.
 
         Args:
-            chunk_bytes: Length of what is packed.
-            former: Length of the frame before; 0: there is none.
+            chunk_bytes: Length of the unpacked chunk, bytes.
+            former: Length of the previous frame, bytes; 0 for the first frame.
         """
         blocks = 1 if 0 < former * _SHORT <= chunk_bytes else BLOCKS
         return -(-self.rows // blocks) * (chunk_bytes // self.rows) if self.means.has_blocks else 0
 
     @property
     def table_bytes(self) -> int:
-        """Length of the table before each frame."""
+        """Length of the table before each frame, bytes."""
         return 4 + 2 * self.rows if self.shares else 0
 
     def pack(self, rows: Array, distances: IntArray | None = None, *, former: int = 0) -> bytes:
-        """Return the packed chunk of `rows` rows, behind its table if it has one.
+        """Return the packed chunk of `rows` rows, with its table in front if it has one.
 
         Args:
             rows: C-contiguous. Shape `(rows, *row shape)`.
-            distances: How many rows before each the same bytes are next ones; 0: nowhere. None: all are 0.
-                Shape `(rows,)`.
-            former: As of `block_bytes`.
+            distances: For each row, how many rows before it the next column has the same bytes; 0: nowhere.
+                None: all are 0. Shape `(rows,)`.
+            former: Length of the previous frame, bytes; 0 for the first frame.
         """
         if not self.shares:
             return self._pack_frame(rows, former)
@@ -141,7 +142,7 @@ class Packing:
         """Return the bytes of a packed chunk. Shape `(size,)`, uint8.
 
         Raises:
-            CorruptionError: It is damaged.
+            CorruptionError: The chunk is damaged.
         """
         data = bytes(chunk)
         frame = data[:-4]
@@ -150,15 +151,15 @@ class Packing:
         return self.means.unpack(frame, size)
 
     def most_bytes(self, size: int) -> int:
-        """Return how long the packed chunk of `size` bytes can become."""
+        """Return the maximum length of the packed chunk of `size` bytes."""
         return self.table_bytes + self.means.most_bytes(size) + 4
 
     @classmethod
     def of(cls, codecs: Any, *, rows: int, shard: int, shares: bool = False) -> Packing:
-        """Return the packing whose codecs zarr.json names.
+        """Return the packing for the codecs in zarr.json.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No packing has these codecs.
         """
         for name in CODECS:
             found = cls(name, rows, shard, shares)
@@ -168,7 +169,7 @@ class Packing:
 
     @property
     def zarr_codecs(self) -> list[dict[str, Any]]:
-        """The codecs of a chunk behind `bytes`, as zarr.json names them."""
+        """The codecs of a chunk after `bytes`, as in zarr.json."""
         return [self.means.in_zarr, {"name": "crc32c"}]
 
 
@@ -180,14 +181,14 @@ def packing_for(
     rows: int | None = None,
     shares: bool = False,
 ) -> Packing:
-    """Return how a field is packed best.
+    """Return the packing of a field.
 
     Args:
         entry: The field.
         slots: How many rows a ring has; None: the store grows.
         codec: One of `CODECS`.
-        rows: Per chunk; None: as many as make about 256 KiB.
-        shares: As of `Packing`.
+        rows: Rows per chunk; None: as many as make about 256 KiB.
+        shares: Whether rows may be stored in the column of the next observations, see `Packing`.
     """
     if rows is None:
         rows = 1
@@ -204,7 +205,7 @@ def packing_for(
 
 
 def reach_for(entry: Field) -> int:
-    """Return among how many rows before it a row is looked for."""
+    """Return among how many rows before it a row's bytes are looked for."""
     least, most = tuning.PACKED_LOOKBACK_ROWS
     widest = max(1, 8 * REACH_BYTES // entry.row_bytes)
     return min(widest, max(least, min(most, REACH_BYTES // entry.row_bytes)))

@@ -1,9 +1,9 @@
-"""A file of packed chunks: one behind another while it grows, with an index once it is a Zarr shard.
+"""A file of packed chunks: appended one by one while it grows, with an index once it is a Zarr shard.
 
-Used by packed columns. Each chunk comes after 16 bytes that say what it is, so that whoever finds an
-unfinished file knows what is in it; a finished one ends with the index of Zarr's sharding codec, for
-which those bytes are gaps. Where rows may lie in another column, a table stands before each chunk's frame,
-there may be no frame, and before Zarr's index stands another one, of all chunks. It never unpacks a chunk.
+Used by packed columns. Each chunk follows a header of 16 bytes that identifies it, so that the contents of an
+unfinished file can be found. A finished file ends with the index of Zarr's sharding codec, which skips the
+headers. If rows may be stored in another column, a table precedes each chunk's frame, the frame may be
+missing, and Zarr's index is preceded by a second index of all chunks. Chunks are not unpacked here.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ __all__ = [
     "turn_of",
 ]
 
-#: u32 length, u32 number in the shard, u32 turn of the ring, u32 crc32c of these and of the chunk.
+#: u32 length, u32 number in the shard, u32 lap of the ring, u32 crc32c of these and of the chunk.
 _HEADER = struct.Struct("<IIII")
 HEADER_BYTES = _HEADER.size
-#: Of chunks of a version that are copies: all that are there count, of whichever turn.
+#: Lap number of copied chunks in a snapshot; readers accept them for every lap.
 ANY_TURN = (1 << 32) - 1
-#: Where the index has no chunk.
+#: Offset of a missing chunk in the index.
 _MISSING = (1 << 64) - 1
-#: So many bytes are read at a time.
+#: Bytes read at a time.
 _STEP = 4 << 20
 
 
 class Chunks(NamedTuple):
-    """Say where the chunks of a file are.
+    """Where the chunks of a file are.
 
     Args:
-        offsets: Of their frames; -1: there is no such chunk. Shape `(chunks,)`, int64.
-        sizes: The frames' lengths; 0: the table says all. Shape `(chunks,)`, int64.
-        end: Where the next one goes.
+        offsets: Offsets of their frames, bytes; -1: there is no such chunk. Shape `(chunks,)`, int64.
+        sizes: Lengths of their frames, bytes; 0: the chunk has only a table. Shape `(chunks,)`, int64.
+        end: Offset at which the next chunk is appended, bytes.
     """
 
     offsets: NDArray[np.int64]
@@ -58,15 +58,16 @@ class Chunks(NamedTuple):
 
 
 def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
-    """Return a chunk as it stands in the file, behind what says what it is."""
+    """Return the bytes of a chunk in the file: header, then chunk."""
     head = struct.pack("<III", len(chunk), number, turn)
     return head + sum_chunk(head, chunk).to_bytes(4, "little") + chunk
 
 
 def sum_chunk(head: bytes, chunk: bytes) -> int:
-    """Return the crc32c of a head, and of a chunk's end, and of the rest.
+    """Return the crc32c of a header, of a chunk's last 4 bytes, and of the rest of the chunk, in this order.
 
-    A chunk ends with the crc32c of the rest: summed in their order, all chunks of one length are alike.
+    A chunk ends with the crc32c of its other bytes. Summed in file order, all chunks of one length would have
+    the same crc32c.
     """
     ended = google_crc32c.extend(google_crc32c.value(head), chunk[-4:])
     crc: int = google_crc32c.extend(ended, chunk[:-4])
@@ -74,16 +75,16 @@ def sum_chunk(head: bytes, chunk: bytes) -> int:
 
 
 def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, *, table: int = 0) -> Chunks:
-    """Find the chunks of an unfinished file, up to the first bytes that are none.
+    """Find the chunks of an unfinished file, up to the first bytes that are not a chunk.
 
-    Of two with one number the later counts.
+    If two chunks have the same number, the later one is used.
 
     Args:
-        file: Which one.
+        file: The file.
         count: How many chunks a shard has.
-        turn: Which turn of the ring they are of.
-        start: What an earlier scan has found; it goes on there, and its arrays are filled.
-        table: Length of the table before each frame.
+        turn: The lap of the ring that the chunks must have.
+        start: Result of an earlier scan, to continue from there; its arrays are modified.
+        table: Length of the table before each frame, bytes.
     """
     found = start or no_chunks(count)
     offsets, sizes, end = found
@@ -110,10 +111,10 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, 
 
 
 def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
-    """Return of which turn of the ring the chunks of a finished file are; -1: it has none.
+    """Return the lap of the ring of a finished file's chunks; -1 if the file has no chunks.
 
     Raises:
-        CorruptionError: No chunk is whole that could tell.
+        CorruptionError: Every chunk is damaged, so that the lap is unknown.
     """
     there = np.flatnonzero(chunks.offsets >= 0).tolist()
     for number in there:
@@ -126,7 +127,7 @@ def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
 
 
 def _turn_in(data: bytes, number: int, size: int) -> int:
-    """Return the turn that a chunk names, behind what says what it is; -1: it is damaged."""
+    """Return the lap in a chunk's header; -1 if the chunk is damaged."""
     if len(data) < HEADER_BYTES + size:
         return -1
     told, what, turn, crc = _HEADER.unpack_from(data)
@@ -136,19 +137,19 @@ def _turn_in(data: bytes, number: int, size: int) -> int:
 
 
 def no_chunks(count: int) -> Chunks:
-    """Return what is in an empty file."""
+    """Return the chunks of an empty file."""
     return Chunks(np.full(count, -1, np.int64), np.zeros(count, np.int64), 0)
 
 
 def index_bytes(count: int, *, table: int = 0) -> int:
-    """Return the length of what stands behind so many chunks."""
+    """Return the length of the index behind `count` chunks, bytes."""
     return (16 * count + 4) * (2 if table else 1)
 
 
 def pack_index(chunks: Chunks, *, table: int = 0) -> bytes:
     """Return the index that makes the file a shard (Zarr v3 sharding codec, at the end, with crc32c).
 
-    Where there are tables another one comes first, which has the chunks without a frame, too.
+    With tables, a second index comes first, which also has the chunks without a frame.
     """
     if table:
         return _pack_index(chunks, chunks.offsets >= 0) + _pack_index(chunks, chunks.sizes > 0)
@@ -164,10 +165,10 @@ def _pack_index(chunks: Chunks, there: NDArray[np.bool_]) -> bytes:
 
 
 def read_index(file: File, count: int, *, table: int = 0) -> Chunks:
-    """Return what the index of a finished file says.
+    """Read the index of a finished file.
 
     Raises:
-        CorruptionError: It is damaged.
+        CorruptionError: The index is damaged.
     """
     size, length = file.size(), index_bytes(count, table=table)
     end = size - length

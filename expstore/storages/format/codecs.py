@@ -1,6 +1,6 @@
-"""The codecs that pack rows, by name: how bytes become a frame, and what zarr.json says of it.
+"""The codecs that pack rows, by name: how bytes become a frame, and how zarr.json describes the codec.
 
-Used by packed columns. It knows numcodecs, and no files.
+Used by packed columns. It uses numcodecs, and touches no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from expstore.errors import CorruptionError
 __all__ = ["CODECS", "DEFAULT_CODEC", "Codec"]
 
 _BLOSC_HEADER = 16
-#: Options that say how hard to try, and do not matter to who unpacks.
+#: Options of the compression effort, which do not matter when unpacking.
 _EFFORT = {"clevel", "level", "blocksize"}
 
 
@@ -27,8 +27,8 @@ class Codec:
     """Pack bytes into a frame, and unpack them.
 
     Args:
-        name: As in zarr.json.
-        options: As there, its `configuration`.
+        name: The codec's name in zarr.json.
+        options: The codec's `configuration` in zarr.json.
 
     Example:
         >>> codec = CODECS["lz4hc"]
@@ -41,18 +41,18 @@ class Codec:
 
     @property
     def is_blosc(self) -> bool:
-        """Whether frames are blosc's, which a compiled loop unpacks; else numcodecs does, one by one."""
+        """Whether frames are blosc's, which a compiled loop unpacks; numcodecs unpacks others one by one."""
         return self.name == "blosc"
 
     @property
     def unshuffled(self) -> tuple[str, int] | None:
-        """Blosc's compressor and level, which a compiled loop packs by; None: it does not."""
+        """Blosc's compressor and level, if a compiled loop can pack with them; otherwise None."""
         plain = self.is_blosc and self.options["shuffle"] == "noshuffle"
         return (self.options["cname"], self.options["clevel"]) if plain else None
 
     @property
     def has_blocks(self) -> bool:
-        """Whether rows of a frame are unpacked without the blocks before theirs."""
+        """Whether a row can be unpacked without the blocks before its own."""
         plain = self.unshuffled
         return plain is not None and plain[0] in ("lz4", "lz4hc")
 
@@ -72,11 +72,11 @@ class Codec:
         return numcodecs.Blosc(given["cname"], given["clevel"], shuffle[given["shuffle"]], block)
 
     def pack(self, data: Array, *, block: int = 0) -> bytes:
-        """Return the frame of bytes.
+        """Return the frame of some bytes.
 
         Args:
             data: Shape `(n,)`, uint8, C-contiguous.
-            block: Length of the blocks that blosc packs each by itself; 0: as it likes best.
+            block: Length of the blocks that blosc packs separately, bytes; 0: blosc chooses.
         """
         if not self.is_blosc:
             return bytes(self._numcodec.encode(data))
@@ -85,10 +85,10 @@ class Codec:
         return bytes((self._blosc(block) if block else self._numcodec).encode(data))
 
     def unpack(self, frame: bytes, size: int) -> Array:
-        """Return the bytes of a frame whose checksum fits. Shape `(size,)`, uint8.
+        """Return the bytes of a frame whose checksum was verified. Shape `(size,)`, uint8.
 
         Raises:
-            CorruptionError: It holds another number of bytes, or is none.
+            CorruptionError: The frame holds another number of bytes, or is not a frame of this codec.
         """
         if self.is_blosc:
             if len(frame) < _BLOSC_HEADER or int.from_bytes(frame[4:8], "little") != size:
@@ -105,18 +105,18 @@ class Codec:
         return found
 
     def most_bytes(self, size: int) -> int:
-        """Return how long the frame of `size` bytes can become, where nothing can be packed."""
+        """Return the maximum length of the frame of `size` bytes, which incompressible bytes need."""
         return size + _BLOSC_HEADER if self.is_blosc else size + size // 64 + 1024
 
     def reads(self, named: Mapping[str, Any]) -> bool:
-        """Return whether it unpacks what zarr.json names: with whatever effort that was packed."""
+        """Return whether this codec unpacks what zarr.json names, whatever the effort when it was packed."""
         found = named.get("configuration", {})
         wanted = {name: value for name, value in self.options.items() if name not in _EFFORT}
         return bool(named["name"] == self.name and wanted.items() <= found.items())
 
     @property
     def in_zarr(self) -> dict[str, Any]:
-        """What zarr.json says."""
+        """The codec's entry in zarr.json."""
         return {"name": self.name, "configuration": dict(self.options)}
 
 
@@ -126,8 +126,8 @@ def _blosc(cname: str, level: int, shuffle: str = "noshuffle", typesize: int = 1
 
 
 DEFAULT_CODEC = "lz4hc"
-#: Every reader of Zarr v3 knows them. Those that end in shuffle take 4-byte numbers apart, byte by byte, as
-#: suits float32.
+#: Every reader of Zarr v3 knows these codecs. Those that end in -shuffle split 4-byte numbers byte by byte,
+#: as suits float32.
 CODECS: dict[str, Codec] = {
     "lz4hc": _blosc("lz4hc", 5),
     "lz4": _blosc("lz4", 9),

@@ -1,7 +1,7 @@
-"""The journal: the records that publish, change and delete rows, in order.
+"""The journal: the records that commit, change and delete rows, in order.
 
-Used by storages only. It frames, appends, syncs, rotates and reads records; what their bodies mean to
-rows and episodes is not its business. ARCHITECTURE.md has the byte table.
+Used by storages only. The journal frames, appends, syncs, rotates and reads records; it does not interpret
+their bodies. ARCHITECTURE.md has the byte table.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ __all__ = [
 
 ALIGN = 64
 _PAGE = 4096
-#: So many bytes of records even the shortest segment takes: a mark and a close, or another could be needed.
+#: Least room for records in a segment, bytes: else a checkpoint and a close record could need another
+#: segment.
 _LEAST_ROOM = 1024
-#: Where every record is synced before the next one: longer, because beginning a segment costs three syncs.
+#: Length of a segment if every record is synced: longer, because starting a segment costs three syncs.
 SYNC_SEGMENT_BYTES = 64 << 20
 
 # length of the body, crc32c, salt, sequence, kind; 7 bytes zero.
@@ -71,12 +72,12 @@ class Record:
     body: bytes
 
     def json(self) -> Any:
-        """Return the body of a record that keeps JSON."""
+        """Return the body of a record that holds JSON."""
         return json.loads(self.body)
 
 
 def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
-    """Return a record; its body may come in parts, which are copied once."""
+    """Return the bytes of a record; its body may come in parts, which are copied once."""
     size = sum(map(len, body))
     head = HEADER.pack(size, 0, salt, sequence, kind)
     crc = google_crc32c.value(head[:4] + head[8:])
@@ -87,7 +88,7 @@ def _frame(salt: int, sequence: int, kind: Kind, *body: bytes) -> bytes:
 
 
 def parse_record(data: bytes, at: int, salt: int | None) -> tuple[Record, int, int] | None:
-    """Return the record at `at`, its salt and where the next one begins; None if there is none."""
+    """Return the record at `at`, its salt and the offset of the next record; None if it is not valid."""
     if at + HEADER.size > len(data):
         return None
     length, crc, own_salt, sequence, kind = HEADER.unpack_from(data, at)
@@ -106,16 +107,16 @@ class Segment:
     path: Path
     number: int
     records: list[Record]
-    covered: int  # the highest record that a mark in it, before or after its end, says is on the disk
+    covered: int  # the highest LSN that a checkpoint record in it, before or after its end, covers
     salt: int
-    end: int  # where the next record begins
+    end: int  # offset of the next record, bytes
 
 
 def read_segment(path: Path, data: bytes) -> Segment | None:
-    """Read one segment up to its end; None if its base record is not whole.
+    """Read one segment up to its end; return None if its base record is not whole.
 
     Raises:
-        CorruptionError: It ends before a record that one of its marks says is on the disk.
+        CorruptionError: The segment ends before a record that one of its checkpoint records covers.
     """
     first = parse_record(data, 0, None)
     if first is None or first[0].kind is not Kind.BASE:
@@ -140,10 +141,10 @@ def read_segment(path: Path, data: bytes) -> Segment | None:
 
 
 def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
-    """Return the marks that stand beyond the segment's end: a torn record may lie before them."""
+    """Return the checkpoint records beyond the segment's end: a torn record may precede them."""
     words = np.frombuffer(data, "<u8", max(0, len(data) - at) // ALIGN * (ALIGN // 8), min(at, len(data)))
     if not words.any():
-        return []  # what a segment has not used yet, all 4 MiB of it as a rule
+        return []  # the unused rest of a segment, most of its 4 MiB as a rule
     words = words.reshape(-1, ALIGN // 8)
     places = np.flatnonzero((words[:, 1] == salt) & ((words[:, 3] & 0xFF) == Kind.MARK))
     found = [parse_record(data, at + int(place) * ALIGN, salt) for place in places]
@@ -151,26 +152,26 @@ def _marks_beyond(data: bytes, at: int, salt: int) -> list[Record]:
 
 
 def read_journal(disk: Disk, folder: Path) -> list[Record]:
-    """Return the records that count, the first a base record; see `read_segments`."""
+    """Return the valid records, the first of which is a base record; see `read_segments`."""
     return [record for segment in read_segments(disk, folder) for record in segment.records]
 
 
 def read_segments(disk: Disk, folder: Path) -> list[Segment]:
-    """Return the segments whose records count.
+    """Return the segments whose records are valid.
 
-    They begin at the newest segment with a whole base that an opening wrote (all before it was on the
-    disk then) or that has no predecessor any more. Segments follow one another without a gap in their
-    sequence; one whose base is not whole, or that begins beyond the end of its predecessor, was never
-    synced and is dropped with what follows.
+    They start at the newest segment with a whole base record that was written by an opening (everything
+    before it was synced by then) or that has no predecessor any more. Segments follow each other without a
+    gap in their LSNs. A segment whose base record is not whole, or that starts after the end of its
+    predecessor, was never synced; it and all later segments are dropped.
 
     Raises:
-        CorruptionError: A record is damaged that a durable mark covers, or the first base.
+        CorruptionError: A record that a durable checkpoint covers is damaged, or the first base record is.
     """
     names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
     paths = [folder / name for name in names]
     segments = [read_segment(path, disk.read_whole(path)) for path in paths]
     if not any(segments):
-        return []  # nothing, or a first segment whose base was never whole
+        return []  # no segment, or a first segment whose base was never whole
     numbers = {int(path.name) for path in paths}
     start = 0
     for place, segment in enumerate(segments):
@@ -194,7 +195,7 @@ def read_segments(disk: Disk, folder: Path) -> list[Segment]:
 
 
 def no_records(disk: Disk, folder: Path) -> CorruptionError:
-    """Return what to raise where there must be records and `read_journal` found none."""
+    """Return the error for a journal that must have records when `read_journal` has found none."""
     names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int)
     if not names:
         return CorruptionError(f"{folder} has no segment, though rows were written")
@@ -202,13 +203,13 @@ def no_records(disk: Disk, folder: Path) -> CorruptionError:
 
 
 def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
-    """Return what stands in the segments that count and is neither a record nor zeros: (file, byte, text).
+    """Return bytes of the valid segments that are neither records nor zeros: (file, offset in bytes, text).
 
-    Also a record that is cut off says so here; whether its loss matters is for `read_journal` to say.
+    A record that is cut off is reported, too; `read_journal` decides whether its loss matters.
     """
     faults: list[tuple[Path, int, str]] = []
     names = sorted((name for name in disk.names(folder) if name.isdigit()), key=int, reverse=True)
-    for name in names:  # the newest first: an opening's base makes those before it needless
+    for name in names:  # the newest first: an opening's base record makes earlier segments obsolete
         path = folder / name
         data = disk.read_whole(path)
         first = parse_record(data, 0, None)
@@ -226,7 +227,7 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
             found = parse_record(data, end, salt)
         rest = data[end:].lstrip(b"\0")
         if rest:
-            faults.append((path, len(data) - len(rest), "what stands after the last record is none"))
+            faults.append((path, len(data) - len(rest), "the last record is followed by other bytes"))
         if len(data) < base.json()["bytes"]:
             faults.append((path, len(data), f"it is cut off, {base.json()['bytes']} bytes are expected"))
         if base.json().get("opening"):
@@ -235,7 +236,7 @@ def segment_faults(disk: Disk, folder: Path) -> list[tuple[Path, int, str]]:
 
 
 def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
-    """Forget what a segment holds from a byte on, and all segments after it; the names are synced."""
+    """Remove a segment's contents from a byte on, and all segments after it; sync the folder."""
     data = disk.read_whole(path)
     base = parse_record(data, 0, None)
     length = max(len(data), 0 if base is None else base[0].json()["bytes"])
@@ -247,14 +248,14 @@ def cut_off(disk: Disk, folder: Path, path: Path, at: int) -> None:
 
 
 def settle_journal(disk: Disk, folder: Path) -> None:
-    """Bring what stands in the segments to the disk, before anything is done in its name.
+    """Sync the contents of the segments, before anything is done based on them.
 
-    The bytes are written again: after a failed fsync the page cache may call lost ones clean. Space that was
-    reserved for more records is given back, because on a full disk an opening has no other.
+    The bytes are written again: after a failed fsync, the page cache may report lost bytes as clean. Space
+    that was reserved for more records is freed, because on a full disk an opening has no other.
     """
     for name in disk.names(folder):
         if name.isdigit():
-            data = disk.read_whole(folder / name).rstrip(b"\0")  # a segment is longer than its records
+            data = disk.read_whole(folder / name).rstrip(b"\0")  # zeros fill the segment behind its records
             file = disk.open(folder / name)
             try:
                 file.write(data, 0)
@@ -268,17 +269,17 @@ def settle_journal(disk: Disk, folder: Path) -> None:
 class Journal:
     """Append records to the newest segment.
 
-    Not locked: the storage calls it under its own lock, except `sync_files`, whose result one thread
-    at a time brings to the disk. A record is published as soon as `append` returned; it survives the
-    process then, and the machine after a mark that covers it.
+    Not locked: the storage calls it under its own lock, except `sync_files`, whose result one thread at a
+    time syncs. A record is committed as soon as `append` returns. It then survives the process, and survives
+    a power failure once a durable checkpoint covers it.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The folder of the segments.
-        uuid: The store's, mixed into the salts.
-        generation: This opening's number, likewise.
-        sequence: Of the last record that counts.
-        segment_bytes: Length of a segment; a larger record gets a longer one. None:
+        uuid: The store's uuid, mixed into the salts.
+        generation: The number of this opening, mixed into the salts.
+        sequence: LSN of the last valid record.
+        segment_bytes: Length of a segment, bytes; a larger record gets a longer one. None:
             `tuning.JOURNAL_SEGMENT_BYTES`.
     """
 
@@ -300,29 +301,30 @@ class Journal:
         self._number = max((int(n) for n in disk.names(folder) if n.isdigit()), default=0)
         self._file: File | None = None
         self._older: list[File] = []
-        self._fresh = True  # older segments, or the newest one's name, may not be on the disk yet
+        self._fresh = True  # older segments, or the newest one's name, may not be synced yet
         self._room = 0
         self._at = 0
         self._salt = 0
 
     def start_segment(self, base: dict[str, Any], *, room: int = 0) -> None:
-        """Make a segment whose first record is `base`, and append there from now on.
+        """Create a segment whose first record is `base`, and append there from now on.
 
         Args:
             base: The state after the last record.
             room: Bytes that the next record needs.
         """
         if self._older:
-            # A segment may only be missing if it was cut: its name must last before its successor's can.
+            # Only removed segments may be missing: this name must be durable before the next segment's name
+            # can be.
             self._disk.sync_dir(self._folder)
         self._number += 1
         path = self._folder / f"{self._number:06d}"
         salt_text = f"{self._key}/{self._number}".encode()
         salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
-        text = json.dumps(base)[:-1]  # long where many episodes are open: once is enough
+        text = json.dumps(base)[:-1]  # may be long if many episodes are open, so build it once
 
         def framed(size: int) -> bytes:
-            # Its own length goes with it, so that a file that is cut off is known.
+            # The record holds the file's length, so that a truncated file is detected.
             return _frame(salt, self.sequence + 1, Kind.BASE, f'{text}, "bytes": {size}}}'.encode())
 
         longest = len(framed(1 << 50))
@@ -334,7 +336,7 @@ class Journal:
         except BaseException:
             self._number -= 1
             file.close()
-            with contextlib.suppress(StorageError):  # what is left there is written over, or dropped
+            with contextlib.suppress(StorageError):  # a file that remains is overwritten or ignored
                 self._disk.unlink(path)
             raise
         if self._file is not None:
@@ -344,7 +346,7 @@ class Journal:
         self.sequence += 1
 
     def _reserve(self, file: File, need: int) -> int:
-        """Give a segment its length: less than usual on a disk that is nearly full."""
+        """Allocate a segment's length, less than usual on a disk that is nearly full."""
         size = max(self._segment_bytes, need)
         for length in (size, max(size // 64, need)):
             try:
@@ -360,11 +362,11 @@ class Journal:
         return least
 
     def fits(self, size: int) -> bool:
-        """Return whether a record with a body of `size` bytes has room; two marks always have."""
+        """Return whether a record with a body of `size` bytes fits; two checkpoint records always do."""
         return self._at + HEADER.size + size + 4 * ALIGN <= self._room
 
     def append(self, kind: Kind, *body: bytes) -> int:
-        """Append a record, whose body may come in parts, and return its sequence number."""
+        """Append a record, whose body may come in parts, and return its LSN."""
         assert self._file is not None
         frame = _frame(self._salt, self.sequence + 1, kind, *body)
         self._file.write(frame, self._at)
@@ -373,18 +375,18 @@ class Journal:
         return self.sequence
 
     def append_framed(self, kind: Kind, frame: memoryview, size: int) -> int:
-        """Append a record that is laid out already; return its sequence number.
+        """Append a record that is already laid out; return its LSN.
 
         Args:
-            kind: What it does.
+            kind: The kind of the record.
             frame: Room for its header, its body, and zeros up to a multiple of `ALIGN`.
-            size: Bytes of the body.
+            size: Length of the body, bytes.
         """
         assert self._file is not None
         sequence = self.sequence + 1
         HEADER.pack_into(frame, 0, size, 0, self._salt, sequence, kind)
         data = frame.tobytes()
-        crc = google_crc32c.value(data[:4])  # of all but the checksum itself
+        crc = google_crc32c.value(data[:4])  # of everything but the checksum itself
         _CHECKSUM.pack_into(frame, 4, google_crc32c.extend(crc, data[8 : HEADER.size + size]))
         self._file.write(frame.tobytes(), self._at)
         self.sequence = sequence
@@ -393,36 +395,36 @@ class Journal:
 
     @property
     def length(self) -> int:
-        """How many bytes the records of the newest segment take."""
+        """Length of the newest segment's records, bytes."""
         return self._at
 
     @property
     def rotated(self) -> bool:
-        """Whether older segments wait to be cut."""
+        """Whether there are older segments to remove."""
         return bool(self._older)
 
     def sync_files(self) -> list[File]:
-        """Return the files whose bytes make up the records appended so far."""
+        """Return the files that hold the records appended so far."""
         return [*self._older, *([self._file] if self._file else [])]
 
     def unsettled(self) -> tuple[list[File], list[Path]]:
-        """Return what must be synced for the newest record to last: mostly one file."""
+        """Return the files and folders to sync so that the newest record is durable: usually one file."""
         files = self.sync_files()
         return (files, [self._folder]) if self._fresh else (files[-1:], [])
 
     def settle(self) -> None:
-        """Be told that all of `unsettled` was synced, with no record between."""
+        """Note that all of `unsettled` was synced, with no record appended in between."""
         self._fresh = False
 
     @property
     def folder(self) -> Path:
-        """Where the segments lie."""
+        """The folder of the segments."""
         return self._folder
 
     def cut(self, keep: File | None = None) -> None:
-        """Remove the segments before `keep`; without it, all but the newest.
+        """Remove the segments before `keep`; by default all but the newest.
 
-        The caller has synced what remains, and the folder.
+        The caller has synced the remaining segments, and the folder.
         """
         files = self.sync_files()
         first = len(files) - 1 if keep is None else files.index(keep)
@@ -435,7 +437,7 @@ class Journal:
                 self._disk.unlink(self._folder / name)
 
     def end(self) -> None:
-        """Give back the disk space that was reserved for more records: none come any more."""
+        """Free the disk space that was reserved for more records. No record may be appended afterwards."""
         if self._file is not None:
             self._file.release(self._at, self._room)
 

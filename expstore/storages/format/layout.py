@@ -29,23 +29,22 @@ __all__ = [
 
 LayoutName = Literal["flat", "packed", "auto"]
 LAYOUTS = ("flat", "packed", "auto")
-#: With "auto" rows of at least so many bytes are packed.
+#: With "auto", fields with rows of at least this many bytes are packed.
 WIDE_BYTES = 1024
 _OPTIONS = {"layout", "codec", "rows", "share_next"}
 
 
 @dataclass(frozen=True)
 class ColumnLayout:
-    """Say how fields lie on disk.
+    """How fields are stored on disk.
 
     Args:
-        layout: "flat": rows one behind another, read by a copy each, changed in place. "packed": chunks of
-            a few rows, compressed, which stay as they are. "auto": packed from 1 KiB per row on. None: nobody
-            has said; columns are flat then.
-        fields: The same for single fields, by name: their `layout`, `codec`, `rows` per chunk and
-            `share_next`.
-        share_next: Whether rows of a packed field are left out where the field's next rows, those of
-            `("next", name)`, have them already. None: nobody has said; they are then.
+        layout: "flat": rows are stored one after another, each read by a copy, and can be changed in place.
+            "packed": rows are stored in compressed chunks of a few rows, and are immutable. "auto": packed
+            from 1 KiB per row on. None: not specified; columns are flat then.
+        fields: Options of single fields, by name: their `layout`, `codec`, `rows` per chunk and `share_next`.
+        share_next: Whether rows of a packed field are left out where `("next", name)` already has the same
+            bytes. None: not specified; they are left out then.
 
     Raises:
         SchemaError: There is no such layout, codec or option, or an option has no effect.
@@ -237,7 +236,7 @@ def ask_layout(
     fields: Mapping[str, Mapping[str, Any]] | None,
     share_next: bool | None = None,
 ) -> ColumnLayout | None:
-    """Return what was asked for; None: nothing, as stored.
+    """Return the layout that was asked for; None if no option was given.
 
     Raises:
         SchemaError: There is no such layout, codec or option.
@@ -248,7 +247,7 @@ def ask_layout(
 
 
 def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
-    """Return what was asked of single fields by their names; raise SchemaError if it is none of that."""
+    """Return the options of single fields, by their names; raise SchemaError if they are malformed."""
     form = "it is a dict like {'pixels': {'layout': 'packed'}}"
     if not isinstance(fields, Mapping):
         raise SchemaError(f"fields= must be a dict, got {fields!r}", hint=form)
@@ -267,7 +266,7 @@ def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
 
 
 def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: str | None) -> None:
-    """Raise SchemaError for an option that has no effect; `fault` is why rows cannot be shared."""
+    """Raise SchemaError for an option without effect; `fault` says why rows cannot be shared."""
     for option in ("codec", "rows", "share_next"):
         if asked.get(option) and not packed:
             raise SchemaError(
@@ -286,7 +285,7 @@ def _anew(hint: str) -> str:
 
 
 def refuse_objects(schema: Schema) -> None:
-    """Raise SchemaError for fields that no file can hold."""
+    """Raise SchemaError for fields that cannot be stored on disk."""
     if schema.objects:
         raise SchemaError(
             f"field {key_name(schema.objects[0])!r} holds objects, which a store on disk cannot keep",

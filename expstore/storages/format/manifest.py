@@ -37,14 +37,14 @@ __all__ = [
     "store_around",
 ]
 
-#: What is written. A library reads this format and those that `UPGRADES` leads here from; others it refuses.
+#: The format that is written. A library reads this format and those that `UPGRADES` can convert to it.
 FORMAT = 1
-#: How older manifests are read: format -> what turns its JSON into that of the next format. Whoever raises
-#: `FORMAT` adds the step from the one before, and keeps a fixture of it (tests/fixtures/README.md). The next
-#: opening for writing saves what is read so.
+#: How older manifests are read: format -> function that converts the JSON to that of the next format. A
+#: change that raises `FORMAT` adds the step from the format before, and keeps a fixture of that format
+#: (tests/fixtures/README.md). The next opening for writing saves the converted manifest.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "expstore.json"
-#: So many gaps are written as pairs that somebody can read.
+#: Up to this many tombstone runs are written as readable pairs.
 _LISTED = 64
 _STORES_LISTED = 10
 
@@ -58,36 +58,36 @@ def _stores_in(disk: Disk, folder: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Hold the settings of a store.
+    """The settings of a store.
 
     Args:
-        uuid: 32 hex digits, for ever the same.
+        uuid: 32 hex digits, which never change.
         generation: How often the store was opened for writing.
         storage: Kind of storage, "zarr" or "arrow".
         capacity: Most readable rows; None for an unbounded store.
-        spare: Slots beyond the capacity; 0 until the first rows have come.
+        spare: Slots beyond the capacity; 0 before the first rows.
         seed: Key of all draws.
-        schema: The fields; None until the first rows have come.
+        schema: The fields; None before the first rows.
         created: Seconds since 1970.
         traj_key: Field with the collector's trajectory ids, if any.
-        done_keys: Fields that end an episode: terminated, truncated, done; those that exist count.
+        done_keys: Fields that end an episode: terminated, truncated, done; missing ones are ignored.
         reward_key: Field that is summed up to an episode's return.
         reward_reduce: How several rewards of a row become one; None: no reward was given.
         done_reduce: How several flags of a row become one; None: as "any".
-        flatten: Whether a batch's dims are all rows (else only the first one is).
-        meta: The user's own facts.
-        gaps: Rows that a repair or retention gave up, between others.
+        flatten: Whether all dims of a batch are rows (else only the first one is).
+        meta: The user's own metadata.
+        gaps: Rows that were deleted by a repair or retention, between readable rows.
         ndim: How many dims of a batch are rows.
-        dims: Sizes of those beyond the first; () until the first rows have come.
-        ranking: By what rows are ranked, if only the best stay; None: the newest do.
-        specs: What values the fields have, as `expstore.schema.spec_text` keeps it; "": nobody has said.
-        layout: How columns are made, as `expstore.storages.format.layout` reads it; {}: flat.
-        reach: Slots beyond capacity and spare: rows of packed fields may lie with rows so far before them.
-        column_set: How often fields came or went after the first rows; in every record that publishes rows.
-        compression: Of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
-        retain: Which rows stay, as `expstore.core.retention_policy` keeps it; {}: all of them.
+        dims: Sizes of those dims beyond the first; () before the first rows.
+        ranking: How rows are ranked, if only the best are kept; None: the newest are kept.
+        specs: The specs of the fields' values, in the form of `expstore.schema.spec_text`; "": unknown.
+        layout: How columns are stored, in the form of `expstore.storages.format.layout`; {}: flat.
+        reach: Slots beyond capacity and spare: rows of packed fields may refer to rows this far before them.
+        column_set: How often fields were added or dropped after the first rows; in every commit record.
+        compression: Compression of rows without a fixed size: "narrow", "lz4" or "zstd"; None: none.
+        retain: Which rows are kept, in the form of `expstore.core.retention_policy`; {}: all of them.
         keyed: Whether rows were written under idempotency keys.
-        archive: Where rows go that leave a ring, as seen from the store's folder; "": nowhere.
+        archive: Path of the archive for rows that leave the ring, relative to the store's folder; "": none.
     """
 
     uuid: str

@@ -1,8 +1,8 @@
-"""Columns that come, or go, when a store has rows already: how that is made one act on the disk.
+"""Add or drop a column of a store that has rows already, as one atomic act on the disk.
 
-Used by the Zarr storage. What the act needs is built aside, in `late.tmp`; its new name, `late`, says what is
-going on, and expstore.json with the other fields is the commit. Whoever opens the store next brings an act
-to its end that was committed, and takes back one that was not. It never touches the columns of other fields.
+Used by the Zarr storage. The files of the act are built in `late.tmp`. Renaming it to `late` announces the
+act; writing expstore.json with the new fields commits it. The next opening of the store completes a committed
+act, and undoes one that was not committed. The columns of other fields are never touched.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 __all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
 
 LATE, ASIDE = "late", "late.tmp"
-#: In it: what is to be done; the new column; the checksums of all columns afterwards; what goes.
+#: Names in that folder: the plan; the new column; the dropped column.
 _PLAN, COLUMN, _OLD = "plan", "column", "old"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Say what is being done to the columns of a store.
+    """What is being done to the columns of a store.
 
     Args:
-        act: Whether a field comes or goes.
-        key: Which one.
-        top: The first part of its path below `columns/` that holds nothing else: so much comes or goes.
-        column_set: As expstore.json has it afterwards.
+        act: Whether a field is added or dropped.
+        key: The field's key.
+        top: The shortest path below `columns/` that contains nothing but this field; it is moved as a whole.
+        column_set: The `column_set` of expstore.json afterwards.
     """
 
     act: Literal["add", "drop"]
@@ -49,7 +49,7 @@ class Plan:
 
     @classmethod
     def of(cls, act: Literal["add", "drop"], key: Key, others: Schema, column_set: int) -> Plan:
-        """Return the plan for a field beside these others."""
+        """Return the plan for adding or dropping a field; `others` are the remaining fields."""
         arrays = [entry.key for entry in others.fields if not entry.variable]
         groups = {other[:n] for other in arrays for n in range(1, len(other))}
         depth = next(n for n in range(1, len(key) + 1) if key[:n] not in groups)
@@ -62,10 +62,10 @@ class Plan:
 
     @classmethod
     def load(cls, disk: Disk, folder: Path) -> Plan:
-        """Read it.
+        """Read the plan.
 
         Raises:
-            CorruptionError: It is damaged.
+            CorruptionError: The plan is damaged.
         """
         path = folder / _PLAN
         try:
@@ -89,19 +89,19 @@ def begin_late(
     folders: Sequence[Path] = (),
     pool: ThreadPoolExecutor | None = None,
 ) -> None:
-    """Bring what was built aside to the disk, and give it its name; a field that comes gets its place.
+    """Sync what was built, rename it to `late`, and move an added field to its place.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         path: The store's folder.
         plan: What is to be done.
-        sums: The file `checksums` as it is afterwards.
-        built: Files in `late.tmp` that are not on the disk yet.
-        folders: Folders there whose names are not.
-        pool: To sync with.
+        sums: Contents of the file `checksums` afterwards.
+        built: Files in `late.tmp` that are not synced yet.
+        folders: Folders in `late.tmp` that are not synced yet.
+        pool: Threads that fsync.
 
     Raises:
-        StateError: Something that is no column of the store has its name.
+        StateError: A file or folder that is not a column of the store has the column's name.
     """
     aside, late, place = path / ASIDE, path / LATE, path / COLUMNS / plan.top
     if plan.act == "add" and disk.exists(place):
@@ -119,18 +119,20 @@ def begin_late(
 
 
 def commit_late(disk: Disk, path: Path, manifest: Manifest) -> None:
-    """Let the store have the fields of this manifest; from here on `finish_late` must follow."""
+    """Commit the fields of this manifest; the caller then calls `finish_late`."""
     manifest.save(disk, path)
 
 
 def finish_late(disk: Disk, path: Path) -> bool:
-    """Bring what `begin_late` began to its end, or take it back; whoever has the writer's lock may, again.
+    """Complete the act that `begin_late` announced, or undo it if it was not committed.
+
+    The caller holds the writer's lock. May be repeated after a crash.
 
     Returns:
-        Whether there was something.
+        Whether there was an unfinished act.
 
     Raises:
-        CorruptionError: What says what it is, is damaged.
+        CorruptionError: The plan is damaged.
     """
     late = path / LATE
     if not disk.exists(late):
@@ -157,7 +159,7 @@ def _is_committed(disk: Disk, path: Path, plan: Plan) -> bool:
 
 
 def sums_path(disk: Disk, path: Path) -> Path:
-    """Return where the checksums of a store's columns are, also of one that was left in the middle."""
+    """Return the path of the checksums of a store's columns, also while an act is unfinished."""
     late = path / LATE
     if disk.exists(late / CHECKSUMS) and _is_committed(disk, path, Plan.load(disk, late)):
         return late / CHECKSUMS

@@ -38,9 +38,9 @@ _PUBLISH_HEAD = struct.Struct("<QQqI")
 _FIRST = struct.Struct(_PUBLISH.format + SEGMENT_FORMAT.removeprefix("<"))
 #: Of a single row: its id, episode, step and time, which stand behind the fields.
 _NUMBERS = struct.Struct("<4q")
-#: What a record has before its segments.
+#: Length of a record's bytes before its segments.
 _HEAD_BYTES = HEADER.size + _PUBLISH.size
-#: Then 12 digits and a crc32c; of rows that take the places of others also how many, and their priority.
+#: Then 12 digits and a crc32c; for rows that replace others also their number and priority.
 _SHELVED, _SHELVED_BYTES = b"file", 20
 _REPLACED = struct.Struct("<If")
 _DROPPED = 1 << 31
@@ -53,22 +53,22 @@ _REPLACES = 1 << 31
 
 @dataclass(slots=True)
 class Publish:
-    """Make rows readable.
+    """A commit record, which makes rows readable.
 
     Args:
-        first_id: Of the batch.
-        count: Rows of the batch.
-        skipped: How many of them, from the front, were never written (a batch longer than the ring).
-        draw: Batches handed out so far.
+        first_id: Id of the batch's first row.
+        count: Number of rows in the batch.
+        skipped: How many of the first rows were never written (a batch longer than the ring).
+        draw: Number of batches drawn so far.
         time: Microseconds since 1970.
         checksum: crc32c of the payload.
-        priority: Of all its rows.
+        priority: Priority of all rows of the batch.
         segments: Which rows belong to which episode.
         sources: New sources.
-        payload: The rows' bytes, column by column, where they were not written to the columns first.
-        info: What is noted about all its episodes, as JSON text.
-        column_set: Which columns payload and checksum are of: how often fields had come or gone.
-        key: The idempotency key under which they were written; None: there is none.
+        payload: The rows' bytes, column by column, if they were not written to the columns first.
+        info: Annotation of all its episodes, as JSON text.
+        column_set: The column set that payload and checksum refer to: how often fields were added or dropped.
+        key: The idempotency key under which the rows were written; None: no key.
     """
 
     first_id: int
@@ -87,12 +87,12 @@ class Publish:
 
     @property
     def last_id(self) -> int:
-        """Id of its last row."""
+        """Id of the last row."""
         return self.first_id + self.count - 1
 
     @property
     def written(self) -> tuple[int, int]:
-        """The rows that stand in the columns: id of the first, and how many."""
+        """The rows that are in the columns: id of the first, and how many."""
         return self.first_id + self.skipped, self.count - self.skipped
 
     @staticmethod
@@ -106,7 +106,7 @@ class Publish:
         return b"".join(self.parts())
 
     def parts(self) -> tuple[bytes, bytes]:
-        """Return the body in two parts, the payload by itself: it may be long."""
+        """Return the body in two parts; the payload is separate because it may be long."""
         names = json.dumps(self.sources).encode() if self.sources else b""
         info = self.info.encode()
         count, segments, key, skipped = self.count, len(self.segments), self.key, self.skipped
@@ -326,7 +326,7 @@ class Redo:
 
     @staticmethod
     def replaced(body: bytes) -> tuple[int, float]:
-        """Return how many rows a packed record puts in the places of others, and their priority."""
+        """Return how many rows a packed update record replaces, and the priority of the new rows."""
         if body[:4] == _SHELVED:
             return _REPLACED.unpack_from(body, _SHELVED_BYTES) if len(body) > _SHELVED_BYTES else (0, 0.0)
         n, wide = _REDO.unpack_from(body)
@@ -336,15 +336,15 @@ class Redo:
         return n, priority
 
     def cut(self, keep: Array, columns: slice = slice(None)) -> Redo:
-        """Return what it says of some of the rows, and of some of the columns."""
+        """Return the part of the update that concerns some of the rows and some of the columns."""
         chosen = [values[keep] for values in self.columns[columns]]
         return Redo(self.ids[keep], self.places[columns], chosen, self.replaces)
 
 
 def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: Callable[[], None]) -> bytes:
-    """Return what the journal keeps of a redo record: its body, or the name of a file that has it.
+    """Return the journal's body of an update record: the record's body, or the name of a file that holds it.
 
-    Former files are removed when `settle` has synced what they changed: nobody reads them again then.
+    Earlier files are removed after `settle` has synced their changes, because no recovery needs them then.
     """
     if len(body) <= tuning.REPLACE_RECORD_BYTES:
         return body
@@ -367,9 +367,9 @@ def load_redo(disk: Disk, store: Path, body: bytes, schema: Schema) -> Redo:
     """Read an update record, from its own file if it was too long for the journal.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         store: The store's folder.
-        body: Of the record.
+        body: The body of the record in the journal.
         schema: The fields of the rows.
 
     Raises:
@@ -379,7 +379,7 @@ def load_redo(disk: Disk, store: Path, body: bytes, schema: Schema) -> Redo:
 
 
 def fetch_body(disk: Disk, folder: Path, body: bytes) -> bytes:
-    """Return the body of a redo record that `shelve_body` made."""
+    """Return the body of an update record that was passed to `shelve_body`."""
     if body[:4] != _SHELVED:
         return body
     path = folder / body[4:16].decode()

@@ -57,7 +57,7 @@ class KeysFound:
         entries: Those that count, in the order of their numbers, which follow one another in a whole file.
         number: Of the next key.
         stale: Slots of entries that must not count later either: of rows that a power cut may have taken.
-        damage: What is wrong with the file; "": nothing.
+        damage: What is wrong with the file; "" if it is sound.
     """
 
     entries: Array
@@ -67,14 +67,14 @@ class KeysFound:
 
 
 def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known: int) -> KeysFound:
-    """Judge the bytes of a file of keys.
+    """Decide which entries of a file of keys are valid.
 
     Args:
-        data: They; None: it is missing.
-        slots: Entries in the ring.
-        kept: How many keys count at most.
-        covered: Newest id that a durable mark covers: those of later rows are in the journal.
-        known: So many keys had been noted in it when the journal began.
+        data: The file's bytes; None: the file is missing.
+        slots: Number of entries in the ring.
+        kept: Maximum number of valid keys.
+        covered: Newest id that a durable checkpoint covers; keys of later rows are in the journal.
+        known: How many keys had been written to the file when the journal began.
     """
     found = _read(data, slots, kept, covered, known)
     damage, lost = "", min(max(known, found.number), kept) - found.entries.size
@@ -88,7 +88,7 @@ def read_keys(data: bytes | None, *, slots: int, kept: int, covered: int, known:
 
 
 def count_keys(disk: Disk, path: Path) -> int:
-    """Return how many keys the file in a store's folder holds that count; the newest may not be there yet."""
+    """Return how many valid keys the file in a store's folder holds; the newest may not be in it yet."""
     data = disk.read_whole(path / KEYS) if disk.exists(path / KEYS) else None
     found = _read(data, tuning.IDEMPOTENCY_SLOTS, tuning.IDEMPOTENCY_KEYS, 1 << 62, 0)
     return int(np.count_nonzero(time.time_ns() // 1000 - found.entries["time"] <= KEPT_US))
@@ -112,18 +112,18 @@ def _read(data: bytes | None, slots: int, kept: int, covered: int, known: int) -
 
 
 class KeyFile(WriteKeys, Checkpointed):
-    """Keep keys in a file, too: those of rows that a mark covers.
+    """Store keys in a file, too: the keys of rows that a checkpoint covers.
 
-    Threads: as `WriteKeys`; one at a time syncs. Crashes: `flush` writes what is newer than the last
-    mark, whoever opens the store next judges it by the marks that survive, and takes the others from the
-    publish records behind. The file is made for the first key.
+    Threads: as `WriteKeys`; one thread at a time syncs. Crashes: `flush` writes the keys since the last
+    checkpoint. The next opening keeps those that a surviving checkpoint covers, and takes later keys from the
+    commit records. The file is created for the first key.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         path: The file.
-        expected: Whether the store has taken keys; if not, there is no file, or one that never counted.
-        covered: Newest id that a durable mark covers.
-        known: So many keys had been noted when the journal began.
+        expected: Whether the store has taken keys; if not, there is no file, or only one without valid keys.
+        covered: Newest id that a durable checkpoint covers.
+        known: How many keys had been written to the file when the journal began.
         now: Microseconds since 1970.
     """
 
@@ -132,7 +132,7 @@ class KeyFile(WriteKeys, Checkpointed):
         self._disk, self._path = disk, path
         self._file: File | None = None
         self._stale: list[int] = []
-        self._written = self._safe = 0  # numbers before which entries are in the file, and on the disk
+        self._written = self._safe = 0  # entries with lower numbers are written, or durable
         if not expected:
             return
         data = disk.read_whole(path) if disk.exists(path) else None
@@ -147,12 +147,12 @@ class KeyFile(WriteKeys, Checkpointed):
         self._file = disk.open(path)
 
     def _take(self, found: KeysFound, now: int) -> None:
-        """Know what the file says; older entries than these stay there till they are written over."""
+        """Take over the file's entries; older entries stay in the file until they are overwritten."""
         entries, self._stale = found.entries, found.stale
         data = bytearray(ENTRY.size * min(found.number, self.slots))
         ring = np.frombuffer(data, _DTYPE)
         ring[entries["number"].astype(np.int64) % self.slots] = entries
-        del ring  # a bytearray that is looked at cannot grow
+        del ring  # a bytearray with views cannot grow
         known = entries[now - entries["time"] <= KEPT_US]
         numbers = dict(zip(known["key"].tolist(), known["number"].tolist(), strict=True))
         self.restore(data, numbers, oldest=found.number - entries.size, number=found.number)
@@ -160,27 +160,27 @@ class KeyFile(WriteKeys, Checkpointed):
 
     @property
     def spare(self) -> int:
-        """How many keys may be noted between two marks."""
+        """How many keys may be added between two checkpoints."""
         return self.slots - self._kept
 
     @property
     def room(self) -> int:
-        """How many keys may be noted before the next mark."""
+        """How many keys may be added before the next checkpoint."""
         return self.spare - (self.number - self._safe)
 
     @property
     def waiting(self) -> bool:
-        """Whether there are keys that no mark covers."""
+        """Whether there are keys that no checkpoint covers."""
         return self.number > self._safe
 
     @property
     def unsynced(self) -> set[File]:
-        """The file, if it has bytes that no mark covers."""
+        """The file, if it has bytes that no checkpoint covers."""
         dirty = self._file is not None and (self._written > self._safe or self._stale)
         return {self._file} if self._file is not None and dirty else set()
 
     def flush(self) -> None:
-        """Write what no mark covers; called again it writes the same again."""
+        """Write the entries that no checkpoint covers; a repeated call writes the same bytes."""
         if self._safe == self.number and not self._stale:
             return
         if self._file is None:
@@ -212,7 +212,7 @@ class KeyFile(WriteKeys, Checkpointed):
 
 
 def _renumbered(found: KeysFound) -> KeysFound:
-    """Return entries for a file of its own, numbered from 0 on."""
+    """Return entries for a new file, numbered from 0 on."""
     entries = found.entries
     packed = b"".join(_pack(number, entry) for number, entry in enumerate(entries.tolist()))
     return KeysFound(np.frombuffer(packed, _DTYPE), len(entries), [], "")

@@ -1,6 +1,6 @@
-"""Another process's STATE page: whether its writer lives, and what it lets others read.
+"""Another process's STATE page: whether its writer is alive, and which rows can be read.
 
-Used by followers. It takes no lock, and believes the page only where store and machine start fit.
+Used by followers. It takes no lock, and trusts the page only if it belongs to this store and this boot.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["Watch"]
 
 
 class Watch:
-    """Look at a store's STATE. Threads: any number.
+    """Read a store's STATE. Threads: any number.
 
     Args:
-        disk: Where files are touched; only read.
+        disk: The disk on which files are accessed; it only reads.
         path: The store's folder.
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
         self._disk, self._lock_path, self._path = disk, path / LOCK, path / STATE
-        self._sealed = disk.exists(path / VERSION)  # nobody will ever write there
+        self._sealed = disk.exists(path / VERSION)  # a snapshot, which is never written to
         self._page = self._open()
 
     def _open(self) -> StatePage | None:
@@ -39,29 +39,30 @@ class Watch:
         return StatePage(self._disk, self._path, write=False)
 
     def look(self) -> StateView | None:
-        """Return what readers need; None: there is no page, and nobody writes here."""
+        """Return the values that readers need; None if there is no page, and so no writer."""
         page = self._page
         if page is None and not self._sealed:
-            self._page = page = self._open()  # a writer may have come
+            self._page = page = self._open()  # a writer may have opened the store since
         return None if page is None else page.look()
 
     def fits(self, uuid: str, generation: int) -> bool:
-        """Return whether the page speaks of this store, since this start of the machine."""
+        """Return whether the page belongs to this store, and was written since the machine started."""
         page = self._page
         return page is not None and page.fits(bytes.fromhex(uuid), self._disk.boot_id(), generation)
 
     def writer_lives(self, *, unseen: bool = False) -> bool:
-        """Return whether the process that claimed the page still writes.
+        """Return whether the process that claimed the page is still writing.
 
         Args:
-            unseen: It was at work though no such process could be seen: its heartbeat decides.
+            unseen: Whether the writer has worked although its process could not be seen. Then its heartbeat
+                decides.
         """
         page = self._page
         if page is None or page.sealed or page.get("inode") != page.inode:
             return False
         beat, owner = page.get("heartbeat"), read_owner(self._disk, self._lock_path)
         if not beat or owner is None or owner.stamp != page.get("since"):
-            return False  # it has closed the store; or somebody is only opening it
+            return False  # the writer has closed the store, or another process is still opening it
         lives = owner.lives(self._disk)
         if lives is None or unseen:
             return lives or time.monotonic_ns() - beat < tuning.HEARTBEAT_SECONDS * 1e9
@@ -77,22 +78,22 @@ class Watch:
         """Return whether any of these slots may have been changed in place.
 
         Args:
-            slots: Which ones. Shape `(n,)`.
-            before: What `change` was before they were read.
+            slots: The slots. Shape `(n,)`.
+            before: The value of `change` before the slots were read.
         """
         page = self._page
         after = self.change
         if page is None or (after == before and not before & 1):
             return False
         if after > (before & ~1) + 2:
-            return True  # several changes: the page names the slots of one
+            return True  # several changes: the page holds the slots of only one
         low, high = page.get("change_low"), page.get("change_high")
         return self.change != after or bool(((slots >= low) & (slots <= high)).any())
 
     def changed_since(self, before: int) -> IntArray | None:
-        """Return a run of slots that holds all that were changed since `change` was this even number.
+        """Return a run of slots that contains all slots changed since `change` was this even number.
 
-        Shape `(n,)`; None: they may be any.
+        Shape `(n,)`; None: any slot may have been changed.
         """
         page, now = self._page, self.change & ~1
         if page is None or now != before + 2:
@@ -101,5 +102,5 @@ class Watch:
         return np.arange(low, high + 1) if self.change == now and high < 1 << 62 else None
 
     def close(self) -> None:
-        """Let go of the page, once nobody looks at it."""
+        """Drop the page. Called when no thread reads it any more."""
         self._page, self._sealed = None, True

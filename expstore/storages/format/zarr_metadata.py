@@ -105,20 +105,20 @@ def make_metadata(
 
 
 def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
-    """Return what an array says of itself beyond what Zarr knows."""
+    """Return the attributes of an array that Zarr itself does not know."""
     if packing is None:
         return {"dtype": entry.dtype}
-    # Files that other readers do not look for: the shard being filled, and the rows of its last chunk.
+    # Files that other readers ignore: the shard that is being filled, and the rows of its last chunk.
     beside = {"filling": "open.<shard>.<turn>", "rest": "partial"}
     about = {"dtype": entry.dtype, "layout": "packed", "beside": beside}
     if packing.shares:
-        # Rows that other readers find as zeros: earlier ones of that array have them, see the tables.
+        # Rows that other readers see as zeros: their bytes are in that array's earlier rows, see the tables.
         partner = "/".join(("next", *entry.key))
         about["shared"] = {"with": partner, "table_bytes": packing.table_bytes}
     return about
 
 
-#: What Zarr may leave out where it is empty.
+#: Keys that Zarr may leave out if they are empty.
 _OPTIONAL = ("attributes", "dimension_names", "storage_transformers")
 
 

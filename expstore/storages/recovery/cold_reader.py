@@ -1,7 +1,7 @@
-"""What the journal of a store says, told without writing anything.
+"""Read the journal of a store without a writer, and write nothing.
 
-Used by followers. The judgement is recovery's (a batch after the last durable mark must be whole), but
-what recovery would write to the columns is laid over them in memory.
+Used by followers. Records are judged as in recovery: a batch after the last durable checkpoint must be whole.
+What recovery would write to the columns is kept in memory instead, and hides the columns' rows.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _logger = logging.getLogger("expstore")
 
 @dataclass(slots=True)
 class Replay:
-    """Hold what the journal and the columns say together.
+    """The contents of the journal and the columns together.
 
     Args:
-        past: The records; None: there are none yet.
-        columns: Opened for reading; None: there are no fields yet.
-        overlay: What the columns lack.
-        table: Episodes.
-        entries: Log entries of what came after the mark.
+        past: The journal; None: it has no records yet.
+        columns: The columns, opened for reading; None: there are no fields yet.
+        overlay: Rows that the columns lack.
+        table: The episodes.
+        entries: Log entries of what was committed after the checkpoint.
     """
 
     past: Past | None
@@ -54,7 +54,7 @@ class Replay:
 
 
 class StoreFolder(Protocol):
-    """What is needed of a store that is only read."""
+    """The parts of a store that reading needs."""
 
     disk: Disk
     path: Path
@@ -70,7 +70,7 @@ class StoreFolder(Protocol):
 
 
 def open_columns(storage: StoreFolder) -> ReadColumns | None:
-    """Open a store's columns for reading; None: there are no fields yet."""
+    """Open a store's columns for reading; return None if there are no fields yet."""
     schema = storage.manifest.schema
     if schema is None:
         return None
@@ -82,13 +82,13 @@ def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
     """Read the journal of a store without a writer.
 
     Args:
-        storage: Whose folder and settings count; it is not changed.
-        same_boot: Whether the machine has run on since the store was written to: then what was
-            published is there.
+        storage: The store's folder and settings; not changed.
+        same_boot: Whether the machine has not been restarted since the store was written to. Then all
+            committed rows exist.
 
     Raises:
-        CorruptionError: The journal is damaged, or missing though rows were written.
-        StorageError: A file could not be read; a writer that has just come may have removed it.
+        CorruptionError: The journal is damaged, or missing although rows were written.
+        StorageError: A file could not be read; a writer that has just opened the store may have removed it.
     """
     records = read_journal(storage.disk, storage.path / JOURNAL)
     if not records:
@@ -145,7 +145,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
 
 
 def _slots_of(storage: StoreFolder, last: int) -> int:
-    """Return how many slots the ids up to `last` take."""
+    """Return how many slots the ids up to `last` occupy."""
     return last if storage.geometry.slots is None else min(last, storage.geometry.slots)
 
 
@@ -159,7 +159,7 @@ def _whole(publish: Publish, found: Replay, storage: StoreFolder, same_boot: boo
         if not columns.lacks(*publish.written) and columns.checksum(*publish.written) == publish.checksum:
             return True
     except CorruptionError:
-        if same_boot:  # a read of the file raises the error
+        if same_boot:  # the rows exist, and reading the damaged file raises the error
             return True
     if publish.payload:
         _lay_over(publish, found, pieces)
@@ -167,7 +167,7 @@ def _whole(publish: Publish, found: Replay, storage: StoreFolder, same_boot: boo
 
 
 def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
-    """Lay the rows that a record has over the columns."""
+    """Put the rows in a record over the columns."""
     assert found.columns is not None
     slots, group = _slots_in(pieces), found.columns
     run = join_payload(group, split_payload(group, publish.payload, publish.count), pieces)
@@ -177,7 +177,7 @@ def _lay_over(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]
 
 
 def _lay_priorities(publish: Publish, found: Replay, pieces: list[tuple[int, int, int]]) -> None:
-    """Lay the priority that a record gives its rows over theirs."""
+    """Put the priority in a record over the priorities of its rows."""
     assert found.columns is not None
     place, slots = len(found.columns.columns) - 1, _slots_in(pieces)
     found.overlay.put(place, slots, np.full(slots.size, publish.priority, np.float32))
@@ -190,7 +190,7 @@ def _slots_in(pieces: list[tuple[int, int, int]]) -> IntArray:
 def episode_rows(
     columns: ReadColumns, overlay: Overlay, pieces: list[tuple[int, int, int]]
 ) -> tuple[IntArray, IntArray] | None:
-    """Copy episodes and steps of a run of rows out; None where they cannot be read."""
+    """Copy episodes and steps of a run of rows; return None if they cannot be read."""
     fields = len(columns.columns) - len(ROW_FIELDS)
     found: list[IntArray] = []
     for place in (fields + 1, fields + 2):
@@ -199,7 +199,7 @@ def episode_rows(
             for slot, _, n in pieces:
                 parts += overlay.parts(place, columns.columns[place], slot, n)
         except CorruptionError as exc:
-            # Rows can be read without; queries touch the same file, and say so.
+            # Fields can be read without episodes; queries read the same file, and raise the error.
             _logger.warning("episodes of older rows are not known: %s", exc)
             return None
         found.append(np.concatenate(parts))

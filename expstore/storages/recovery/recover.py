@@ -1,8 +1,8 @@
-"""Which records of a journal count, and what has to be done again after a crash.
+"""Decide which records of a journal are valid after a crash, and what must be redone.
 
-Used by the writer's opening, by readers of a store without a writer, and by verification. The order
-(ARCHITECTURE.md, the crash rule): verify what was committed after the newest durable checkpoint, end at the
-first batch that is not whole, apply changes in place again, rebuild the episodes. It changes no file.
+Used by the writer's opening, by readers of a store without a writer, and by verification. The order (see the
+crash rule in ARCHITECTURE.md): verify what was committed after the newest durable checkpoint, stop at the
+first batch that is not whole, reapply updates, rebuild the episodes. This module changes no file.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Past:
     """The journal that a writer has left.
 
     Args:
-        base: The content of the first record.
-        records: Those after it that count.
+        base: The contents of the first record.
+        records: The valid records after the first.
         settled: How many of `records` the newest durable checkpoint covers.
-        synced: The newest id that it covers.
-        log_length: How many bytes of episodes.log it covers.
+        synced: The newest id that the checkpoint covers.
+        log_length: How many bytes of episodes.log the checkpoint covers.
         clean: Whether the writer closed the store.
-        gaps: Rows that have left, as expstore.json has them.
-        state: What the records say; `verify` makes it.
+        gaps: Rows that have left, as listed in expstore.json.
+        state: The state after the records; `verify` computes it.
         cut: How many batches were not whole, and are dropped.
         publishes: The commit records among `records`.
     """
@@ -67,24 +67,24 @@ class Past:
     publishes: list[Publish] = field(default_factory=list)
 
     def window(self, capacity: int | None) -> Window:
-        """Return the rows that can be read."""
+        """Return the readable rows."""
         return self.state.window(capacity, self.gaps)
 
     def unsynced(self) -> Iterator[Publish]:
-        """Yield the records of rows that no checkpoint covers.
+        """Yield the commit records of rows that no checkpoint covers.
 
-        After a power cut such a row has the priority that is given there: its place in the column has no
-        checksum that would tell whether it came to the disk.
+        After a power failure such a row gets the priority in its record: the priority column has no checksum
+        that could tell whether a later value was synced.
         """
         return (publish for publish in self.publishes if publish.last_id > self.synced)
 
 
 def read_past(records: list[Record], gaps: Gaps) -> Past:
-    """Find the newest durable checkpoint among records; `verify` decides which of those after it count.
+    """Find the newest durable checkpoint in the journal; `verify` decides which later records are valid.
 
     Args:
-        records: As the journal has them.
-        gaps: Rows that have left, as expstore.json has them.
+        records: The records of the journal.
+        gaps: Rows that have left, as listed in expstore.json.
     """
     base = records[0].json()
     rest = records[1:]
@@ -101,21 +101,22 @@ def read_past(records: list[Record], gaps: Gaps) -> Past:
     for place, record in enumerate(rest):
         if record.kind is Kind.MARK:
             mark = Mark.unpack(record.body)
-            # Records between the one it covers and the mark itself are not settled.
+            # Records between the last one it covers and the checkpoint record itself are not settled.
             past.settled = sum(r.sequence <= mark.sequence for r in rest[: place + 1])
             past.log_length, past.synced = mark.log_length, mark.last_id
     return past
 
 
 def lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
-    """Return what is wrong with a journal that is shorter than STATE says; None: nothing.
+    """Return why a journal is shorter than STATE says; None if it is not.
 
-    A record that was published outlives its writer: only the machine can lose it. So does that of a close.
+    After a process crash every appended record, also a close record, is still in the page cache. Only a power
+    failure can lose records, so otherwise a shorter journal is damaged.
 
     Args:
-        page: STATE.
-        past: What the journal says.
-        fits: Whether the page is of this store and this start of the machine.
+        page: The STATE page.
+        past: The journal.
+        fits: Whether the page belongs to this store and was written since the machine started.
     """
     known, last = page.get("sequence"), past.records[-1].sequence if past.records else past.state.sequence
     if fits and page.get("generation") == past.base["generation"] and known > last:
@@ -124,16 +125,16 @@ def lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
 
 
 def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None = None) -> None:
-    """Walk the records; end at the first one after the mark whose rows are not whole.
+    """Apply the records; stop at the first one after the checkpoint whose rows are not whole.
 
     Args:
-        past: What the journal says; its numbers follow the walk.
-        whole: Says whether the rows of a record stand in the columns; asked in order.
-        column_set: Of the columns that there are: before others are, a mark covers what speaks of these.
-            None: nobody looks at columns.
+        past: The journal; its fields are updated.
+        whole: Returns whether the rows of a record are in the columns; called in order.
+        column_set: The column set of the store's columns. Records of an earlier column set must be covered by
+            the checkpoint. None: columns are not checked.
 
     Raises:
-        CorruptionError: A record after the mark speaks of other columns.
+        CorruptionError: A record after the checkpoint refers to another column set.
     """
     for place, record in enumerate(past.records):
         publish = None
@@ -156,13 +157,14 @@ def verify(past: Past, whole: Callable[[Publish], bool], column_set: int | None 
 def rebuild_episodes(
     past: Past, table: EpisodeTable, low: int, rows: Callable[[int, int], tuple[IntArray, IntArray] | None]
 ) -> list[LogEntry]:
-    """Let an empty table of episodes follow the records.
+    """Fill an empty episode table from the records.
 
     Args:
-        past: What the journal says, verified.
-        table: Is filled.
-        low: The newest id that cannot be read any more.
-        rows: Returns episodes and steps of a run of rows: (first id, rows); None if it cannot.
+        past: The journal, verified.
+        table: The table to fill.
+        low: The newest id that can no longer be read.
+        rows: Called with (first id, number of rows); returns episodes and steps of these rows, None if they
+            cannot be read.
 
     Returns:
         The log entries of what was committed after the checkpoint: episodes.log may lack them.
@@ -171,7 +173,7 @@ def rebuild_episodes(
     base_last = past.base["last"]
     found = rows(low + 1, base_last - low) if base_last > low else None
     if found is not None:
-        ids = np.arange(base_last + 1 - found[0].size, base_last + 1)  # the oldest may be overwritten by now
+        ids = np.arange(base_last + 1 - found[0].size, base_last + 1)  # the oldest rows may be overwritten
         kept = ~past.gaps.holds(ids)
         if kept.all():
             table.load_rows(ids, *found)
@@ -192,14 +194,14 @@ def pending_changes(
     load: Callable[[bytes], Redo],
     times: Callable[[IntArray], IntArray] | None = None,
 ) -> list[Redo]:
-    """Return the changes in place after the mark, cut to rows whose slots still belong to them.
+    """Return the updates after the checkpoint, limited to rows that still own their slots.
 
     Args:
-        past: What the journal says, verified.
-        slots: How many a ring has.
-        load: Reads the body of a redo record.
-        times: Returns `_row/time` of rows, as it stands in the columns; None: what stands there may be lost
-            priorities beside newer times.
+        past: The journal, verified.
+        slots: How many rows a ring has; None: the store grows.
+        load: Reads an update from the body of its record.
+        times: Returns `_row/time` of rows, as stored in the columns. None: the columns cannot be trusted,
+            because a power failure may have lost priorities of rows whose newer times survived.
     """
     changes = []
     for record in past.records[past.settled :]:
@@ -209,7 +211,7 @@ def pending_changes(
     replaced = [redo for redo in changes if redo.replaces]
     if times is None or not replaced:
         return [redo for redo in changes if redo.ids.size]
-    # As in `_apply`: where the last time of a row is there, so is its priority, perhaps a newer one.
+    # As in `_apply`: if a row has its last time, it has its priority, too, perhaps a newer one.
     ids = np.concatenate([redo.ids for redo in replaced])
     newest = np.concatenate([redo.columns[-1] for redo in replaced])[::-1]
     rows, at = np.unique(ids[::-1], return_index=True)
@@ -232,16 +234,16 @@ def unsettled_blocks(
     limit: int,
     load: Callable[[bytes], Redo],
 ) -> set[int]:
-    """Return the blocks to which the last writer may have written after its last mark.
+    """Return the blocks that the last writer may have written to after its last checkpoint.
 
     Args:
-        past: What it left, verified.
-        slots: How many a ring has.
-        spare: How many of them are spare.
-        horizon: The newest id whose slot it may have written to, as STATE says; None: it is of another
-            start of the machine.
-        limit: How many slots there can be.
-        load: Reads the body of a redo record.
+        past: The journal, verified.
+        slots: How many rows a ring has; None: the store grows.
+        spare: How many of the slots are spare.
+        horizon: The newest id whose slot may have been written to, by STATE; None: STATE is from before the
+            machine's last start.
+        limit: Upper bound of the number of slots.
+        load: Reads an update from the body of its record.
     """
     first = past.synced
     if slots is None:
@@ -265,13 +267,13 @@ def _reach(past: Past, slots: int, spare: int, horizon: int | None) -> int:
         return max(last, horizon)
     reach = max(last, past.synced + spare)
     if retired:
-        # Before a batch longer than the spare, rows are retired up to where it will have got.
+        # Before a batch longer than the spare slots, rows are evicted up to the batch's end in advance.
         reach = past.synced + slots if retired >= past.synced else max(reach, retired + slots)
     return reach
 
 
 def describe_past(past: Past, cut_episodes: int) -> str | None:
-    """Return one line about what opening did; None after a clean close."""
+    """Return a line that describes what recovery did; None after a clean close."""
     if past.clean:
         return None
     after = past.state.last - past.synced

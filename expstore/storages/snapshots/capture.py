@@ -1,7 +1,7 @@
-"""A storage as it is at one moment, to be copied while others go on reading and writing.
+"""The state of a storage at one moment, to be copied while other threads read and write.
 
-Used by snapshots. Nothing is copied here but priorities, counts and numbers: rows are views, which a
-`Hold` keeps from being overwritten until whoever copies says that they are done, or packed chunks.
+Used by snapshots. Only priorities, counts and numbers are copied here. Rows are views, which a `Hold` keeps
+from being overwritten until the copier reports them copied, or packed chunks.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Hold a storage's state at one moment.
+    """A storage's state at one moment.
 
     Args:
-        manifest: What the store is.
-        base: What a journal's base record keeps.
-        window: The rows.
-        pieces: Where they lie: (first slot, offset in the run, rows).
-        columns: Per column, in the order of `fields`, a view of each piece; nothing of those
-            that are `apart`.
-        captures: The columns that are `apart`: their rows cannot be viewed.
-        counted: Whether the last column is how often each row was handed out.
+        manifest: The store's manifest.
+        base: The state that a journal's base record stores.
+        window: The readable rows.
+        pieces: Where the rows are: (first slot, offset in the run, number of rows).
+        columns: Per column, in the order of `fields`, a view of each piece; empty for columns that
+            are `apart`.
+        captures: The columns that are `apart`, because their rows cannot be viewed.
+        counted: Whether the last column is how often each row was sampled.
         log: The bytes of episodes.log.
         episodes: How many episodes have rows.
-        sums: What tells blocks of 4096 slots that have changed since from those that have not, an entry
-            per block; None where nothing does.
-        hold: Told which rows are copied.
+        sums: An entry per block of 4096 slots, by which changed blocks can be told from unchanged ones; None
+            if the storage has no checksums.
+        hold: Is told which rows are copied.
     """
 
     manifest: Manifest
@@ -64,14 +64,14 @@ class Frozen:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The columns' fields, first those that have checksums; none before the first rows."""
+        """The columns' fields, starting with those that have checksums; () before the first rows."""
         schema = self.manifest.schema
         if schema is None:
             return ()
         return (*schema.fields, *ROW_FIELDS, *([SAMPLED] if self.counted else []))
 
     def parts(self, place: int) -> Sequence[Array]:
-        """Return the values of a column, packed ones unpacked, in pieces."""
+        """Return the values of a column in pieces; packed values are unpacked."""
         for capture in self.captures:
             if place in capture.places:
                 return capture.rows(place, self.window.low + 1, self.window.size)
@@ -79,13 +79,13 @@ class Frozen:
 
     @property
     def packings(self) -> list[Packing | None]:
-        """How each column is packed; None: it is not."""
+        """How each column is packed; None: it is not packed."""
         known = {place: how for capture in self.captures for place, how in capture.packings.items()}
         return [known.get(place) for place in range(len(self.fields))]
 
     @property
     def apart(self) -> set[int]:
-        """Columns that are no flat arrays."""
+        """Columns that are not flat arrays."""
         return {place for capture in self.captures for place in capture.places}
 
     @property
@@ -96,12 +96,12 @@ class Frozen:
 
     @property
     def summed(self) -> int:
-        """How many columns, from the first on, have checksums."""
+        """How many columns, counted from the first, have checksums."""
         return max(0, len(self.fields) - (2 if self.counted else 1))
 
 
 def base_of(rows: RowState) -> dict[str, Any]:
-    """Return what a journal's base record keeps of rows and draws as they are now."""
+    """Return the current state of rows and draws as a journal's base record stores it."""
     draws = rows.draws
     return {
         "content": rows.content,
@@ -118,7 +118,7 @@ def base_of(rows: RowState) -> dict[str, Any]:
 
 
 def manifest_of(storage: Storage) -> Manifest:
-    """Return what a storage's expstore.json says, or would say if it had one."""
+    """Return the contents of a storage's expstore.json, also for a storage without such a file."""
     if storage.manifest is not None:
         return storage.manifest
     return Manifest(
@@ -142,14 +142,14 @@ def manifest_of(storage: Storage) -> Manifest:
 
 @contextmanager
 def frozen(storage: Storage) -> Iterator[Frozen]:
-    """Keep a storage's rows as they are, for the block's length.
+    """Keep a storage's rows unchanged for the length of the block.
 
-    Rows can still be added; who would overwrite one of these, or change one in place, waits for
-    `hold.move`.
+    Rows can still be added. A thread that would overwrite one of these rows, or change one in place, waits
+    for `hold.move`.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
-        StorageError: Rows could not be brought to the disk.
+        StorageError: Rows could not be synced to the disk.
     """
     with storage.hold.turn():
         storage.sync()
@@ -180,7 +180,7 @@ def _freeze(storage: Storage) -> Frozen:
             columns.append([part.copy() for part in sampled.views(pieces)])
     live = clip(storage.episodes.fragments.rows, window.low)
     return Frozen(
-        manifest=manifest_of(storage).replace(keyed=False),  # whoever writes to a copy is somebody else
+        manifest=manifest_of(storage).replace(keyed=False),  # idempotency keys are not valid for a copy
         base=base_of(storage.state),
         window=window,
         pieces=pieces,

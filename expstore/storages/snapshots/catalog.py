@@ -1,8 +1,8 @@
-"""The versions in a folder of snapshots: list them, find one, keep so many.
+"""The snapshots in a folder: list them, find one, and remove old ones.
 
-Used by buffers, `expstore.open` and the command line; `expstore.storages.snapshots.create` makes what is
-listed here. A version is a folder `vNNNN` that holds a complete, closed store and `version.json`; whatever
-ends in `.tmp` is not one. It never changes a file of a version.
+Used by buffers, `expstore.open` and the command line; `expstore.storages.snapshots.create` makes the
+snapshots. A snapshot (also called a version) is a folder `vNNNN` that holds a complete, closed store and
+`version.json`. A folder whose name ends in `.tmp` is not one. This module never changes a file of a snapshot.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ __all__ = [
     "versions",
 ]
 
-#: Names the newest version; replaced by rename.
+#: File with the name of the newest snapshot; replaced by a rename.
 CURRENT = "CURRENT"
-#: Where `tag` puts versions, inside a store's folder.
+#: Folder inside a store's folder in which `tag` puts snapshots.
 OWN_FOLDER = "versions"
 SCRAP = ".tmp"
-#: Held by whoever makes a version.
+#: Lock file that is held while a snapshot is made.
 LOCK = "LOCK"
 
 _NAME = re.compile(r"v(\d{4,})")
@@ -56,18 +56,18 @@ _TAG = re.compile(r"(?!v?\d+$)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """Describe one version.
+    """Description of one snapshot.
 
     Args:
-        number: 1, 2, 3, ... in the order in which they were made.
-        tag: Its name, if it was given one; then it is kept for good.
+        number: 1, 2, 3, ... in the order in which the snapshots were made.
+        tag: Its name, if it has one; a snapshot with a tag is never removed.
         time: When it was made, seconds since 1970.
-        rows: How many it holds.
+        rows: How many rows it holds.
         episodes: How many episodes have rows in it.
-        new_bytes: How many bytes were written for it; the others it shares with the version before.
-        disk_bytes: How many it takes on the disk, what it shares included; 0 where that was not looked up.
+        new_bytes: How many bytes were written for it; it shares the other bytes with the previous snapshot.
+        disk_bytes: How many bytes it takes on the disk, including shared bytes; 0 if this was not measured.
         path: Its folder.
-        sampler: Settings of the buffer's sampler that a program changes while it runs, as `loads` sets them.
+        sampler: Settings of the buffer's sampler that a program changes at run time; `loads` restores them.
     """
 
     number: int
@@ -81,7 +81,7 @@ class Version:
     sampler: dict[str, Any] = field(default_factory=dict, hash=False)
 
     def pack(self) -> bytes:
-        """Return the content of version.json."""
+        """Return the contents of version.json."""
         data = dataclasses.asdict(self)
         del data["disk_bytes"], data["path"]
         data["crc32c"] = _checksum(data)
@@ -89,10 +89,10 @@ class Version:
 
     @classmethod
     def load(cls, disk: Disk, folder: Path) -> Version:
-        """Read a version's description.
+        """Read a snapshot's description.
 
         Raises:
-            CorruptionError: It is damaged or missing.
+            CorruptionError: The description is damaged or missing.
         """
         path = folder / VERSION
         try:
@@ -111,7 +111,7 @@ def _checksum(data: dict[str, Any]) -> str:
 
 
 def version_name(number: int) -> str:
-    """Return the name of a version's folder.
+    """Return the name of a snapshot's folder.
 
     >>> version_name(7)
     'v0007'
@@ -120,7 +120,7 @@ def version_name(number: int) -> str:
 
 
 def check_tag(tag: str) -> None:
-    """Raise SnapshotError unless a version may bear this name."""
+    """Raise SnapshotError if a snapshot cannot have this name."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag):
         raise SnapshotError(
             f"{tag!r} is no name for a version",
@@ -134,26 +134,26 @@ def _numbers(disk: Disk, path: Path) -> list[int]:
 
 
 def next_number(disk: Disk, place: Path) -> int:
-    """Return the number of the next version."""
+    """Return the number of the next snapshot."""
     return max(_numbers(disk, place), default=0) + 1
 
 
 def foreign_names(disk: Disk, place: Path) -> list[str]:
-    """Return what a folder holds that has nothing to do with versions."""
+    """Return the names in a folder that do not belong to snapshots."""
     own = {CURRENT, CURRENT + SCRAP, LOCK}
     names = [name for name in disk.names(place) if name not in own]
     return [name for name in names if not _NAME.fullmatch(name.removesuffix(SCRAP))]
 
 
 def is_snapshots(disk: Disk, path: Path) -> bool:
-    """Return whether a folder holds versions, as `dumps` makes it."""
-    # A crash may have come after the very first version and before CURRENT.
+    """Return whether a folder holds snapshots, as `dumps` makes it."""
+    # A crash may have happened after the first snapshot was renamed and before CURRENT was written.
     some = disk.exists(path / CURRENT) or disk.exists(path / version_name(1))
     return some and not disk.exists(path / MANIFEST)
 
 
 def list_versions(disk: Disk, path: Path) -> list[Version]:
-    """Return the versions in a folder, the oldest first; one whose description is damaged is left out."""
+    """Return the snapshots in a folder, the oldest first; leave out any whose description is damaged."""
     found = []
     for number in _numbers(disk, path):
         try:
@@ -164,13 +164,13 @@ def list_versions(disk: Disk, path: Path) -> list[Version]:
 
 
 def versions(path: str | Path) -> list[Version]:
-    """List the versions that `dumps` or `tag` have made.
+    """List the snapshots that `dumps` or `tag` have made.
 
     Args:
-        path: What `dumps` was given, or a store, of which those made by `tag` are listed.
+        path: The folder that was passed to `dumps`, or a store, whose tagged snapshots are listed.
 
     Returns:
-        The oldest first; none where there are none.
+        The snapshots, the oldest first; an empty list if the folder has no snapshots.
 
     Raises:
         NotFoundError: There is no such folder.
@@ -187,20 +187,20 @@ def versions(path: str | Path) -> list[Version]:
 
 
 def place_of(disk: Disk, path: Path) -> Path:
-    """Return the folder that holds versions: `path`, or the one inside the store at `path`."""
+    """Return the folder that holds the snapshots: `path`, or the one inside the store at `path`."""
     return path / OWN_FOLDER if disk.exists(path / MANIFEST) else path
 
 
 def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Path:
-    """Return the folder of one version.
+    """Return the folder of one snapshot.
 
     Args:
-        disk: Where files are touched.
-        path: What `dumps` was given; a store that has tagged versions; or a version itself.
-        version: Its number or tag; None: the newest, which CURRENT names.
+        disk: The disk on which files are accessed.
+        path: The folder passed to `dumps`; a store with tagged snapshots; or a snapshot itself.
+        version: The snapshot's number or tag; None: the newest, which CURRENT names.
 
     Raises:
-        SnapshotError: There is no such version; the message lists those that there are.
+        SnapshotError: There is no such snapshot; the message lists the existing ones.
     """
     if disk.exists(path / VERSION) and version is None:
         return path
@@ -219,13 +219,13 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
 
 
 def store_meant(disk: Disk, path: Path) -> Path:
-    """Return the folder of the store that is meant: of a folder of versions the newest one."""
+    """Return `path`, or the newest snapshot in it if it is a folder of snapshots."""
     return find_version(disk, path) if is_snapshots(disk, path) else path
 
 
 def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:
     known = [str(v.number) + (f" ({v.tag})" if v.tag else "") for v in list_versions(disk, place)]
-    listed = f"there are {', '.join(known)}" if known else "there are none"
+    listed = f"there are {', '.join(known)}" if known else "it holds no snapshots"
     asked = "version" if version is None else f"version {version!r}"
     hint = "" if known else "make one with dumps() or tag()"
     if not known and disk.exists(path / "buffer_metadata.json"):
@@ -234,17 +234,17 @@ def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> 
 
 
 def _current(disk: Disk, place: Path) -> int:
-    """Return the number of the newest version; without CURRENT, which comes after it, the last one."""
+    """Return the number that CURRENT names; without CURRENT, which is written last, the highest number."""
     text = disk.read_whole(place / CURRENT).decode(errors="replace") if disk.exists(place / CURRENT) else ""
     match = _NAME.fullmatch(text.strip())
     return int(match[1]) if match else _numbers(disk, place)[-1]
 
 
-# -- clearing up -----------------------------------------------------------------------------------
+# -- removing --------------------------------------------------------------------------------------
 
 
 def remove_scraps(disk: Disk, place: Path) -> None:
-    """Remove what was not finished, or was being removed."""
+    """Remove snapshots that were not finished, or whose removal was interrupted."""
     for name in disk.names(place):
         if name.endswith(SCRAP):
             path = place / name
@@ -252,9 +252,9 @@ def remove_scraps(disk: Disk, place: Path) -> None:
 
 
 def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
-    """Remove the oldest versions without a tag, but for `keep` of them; never the newest of all.
+    """Remove the oldest snapshots without a tag so that `keep` of them remain; never the newest snapshot.
 
-    A crash leaves each whole or under a name that is not a version's.
+    After a crash each snapshot is complete, or has a name that is not a snapshot's.
     """
     known = [version for version in list_versions(disk, place) if version.tag is None]
     newest = max(_numbers(disk, place), default=0)
@@ -264,7 +264,7 @@ def prune(disk: Disk, place: Path, keep: int, pool: ThreadPoolExecutor) -> None:
     scraps = [version.path.with_name(version.path.name + SCRAP) for version in old]
     for version, scrap in zip(old, scraps, strict=True):
         disk.rename(version.path, scrap)
-    disk.sync_dir(place)  # else a power cut could bring the name back and not what was in it
+    disk.sync_dir(place)  # else a power failure could restore the name without its contents
     for scrap in scraps:
         remove_files(disk, scrap, pool)
         disk.remove_tree(scrap)

@@ -1,8 +1,8 @@
-"""Make a version: copy a storage as it is at one moment, while others go on reading and writing.
+"""Make a snapshot: copy a storage as it is at one moment, while other threads read and write.
 
-Used by buffers. What has not changed since the version before is a hard link to its files, so a version
-costs what changed; it is built under a name that is no version's, synced, and renamed. It never opens a
-file of the store itself.
+Used by buffers. Files that have not changed since the previous snapshot are hard links, so a snapshot costs
+only the changes. It is built under a temporary name, synced, and renamed. This module opens no file of the
+store itself.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from expstore.storages.snapshots.previous_snapshot import Former, find_former
 __all__ = ["dump"]
 
 SHARD_ROWS = 8192
-#: Between the numbers in a shard's name: all shards of an array lie in one folder, which is synced once.
+#: Between the numbers in a shard's name: all shards of an array are in one folder, which is synced once.
 SEPARATOR = "."
 _THREADS = 8
 
@@ -75,20 +75,20 @@ def dump(
     tag: str | None = None,
     sampler: Mapping[str, Any] | None = None,
 ) -> Version:
-    """Make a version of a storage.
+    """Make a snapshot of a storage.
 
     Args:
-        storage: What is to be kept.
-        path: The folder of versions; made if it is missing.
-        keep: How many versions without a tag remain; None: all of them.
-        tag: A name for this one.
-        sampler: Settings of a buffer's sampler that its `loads` restores; what JSON can keep.
+        storage: The storage to copy.
+        path: The folder of snapshots; created if it is missing.
+        keep: How many snapshots without a tag remain; None: all of them.
+        tag: A name for the snapshot.
+        sampler: Settings of a buffer's sampler that its `loads` restores. They must be JSON values.
 
     Raises:
-        SnapshotError: The folder holds something else, the tag is taken or no name, or rows hold objects.
-        LockedError: Somebody else makes a version there just now.
+        SnapshotError: The folder holds something else, the tag is taken or invalid, or rows hold objects.
+        LockedError: Another snapshot is being made in the folder.
         StateError: The storage is closed, or open for reading only.
-        StorageError: The disk failed or is full; what was there before is as it was.
+        StorageError: The disk failed or is full; existing snapshots are unchanged.
     """
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
@@ -129,7 +129,7 @@ def dump(
                 disk.unlink(current)
                 disk.remove_tree(scrap)
             raise
-        disk.sync_dir(place)  # before CURRENT says that it is there
+        disk.sync_dir(place)  # before CURRENT names the snapshot
         disk.rename(current, place / CURRENT)
         disk.sync_dir(place)
         if keep is not None:
@@ -154,7 +154,7 @@ def _refuse_objects(storage: Storage) -> None:
 
 
 def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
-    """Copy a storage into a folder; return what it was."""
+    """Copy a storage into a folder; return the captured state."""
     with frozen(storage) as state:
         former = find_former(build.disk, known[-1].path, state) if known else None
         _Copy(build, state, former).run()
@@ -162,7 +162,7 @@ def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
 
 
 def _make_place(disk: Disk, place: Path) -> None:
-    """Make the folder of versions, or look whether it is one."""
+    """Create the folder of snapshots, or check that it is one."""
     new = [folder for folder in (place, *place.parents) if not disk.exists(folder)]
     if (above := store_around(disk, place)) and place.resolve() != above / OWN_FOLDER:
         raise SnapshotError(
@@ -172,7 +172,7 @@ def _make_place(disk: Disk, place: Path) -> None:
     if not new:
         if disk.exists(place / MANIFEST):
             raise SnapshotError(f"{place} is a store or a version", hint="give another folder, or use tag()")
-        # A store may lie beside its versions: torchrl's users dump into the folder above the scratch_dir.
+        # A store may be in the same folder: torchrl's users dump into the folder above the scratch_dir.
         foreign = [name for name in foreign_names(disk, place) if not disk.exists(place / name / MANIFEST)]
         if foreign:
             raise SnapshotError(
@@ -186,11 +186,11 @@ def _make_place(disk: Disk, place: Path) -> None:
 
 @contextmanager
 def _turn(disk: Disk, place: Path) -> Iterator[None]:
-    """Be the only one who makes versions in a folder."""
+    """Hold the lock for making snapshots in a folder."""
     try:
         lock = WriterLock(disk, place / LOCK)
     except LockedError as exc:
-        raise LockedError(f"somebody else makes a version in {place}", hint="try again later") from exc
+        raise LockedError(f"another snapshot is being made in {place}", hint="try again later") from exc
     try:
         yield
     finally:
@@ -198,7 +198,7 @@ def _turn(disk: Disk, place: Path) -> Iterator[None]:
 
 
 class _Build:
-    """Put files into a folder that is to become a version, and know what must be synced."""
+    """Write files into a folder that becomes a snapshot, and track what must be synced."""
 
     def __init__(self, disk: Disk, folder: Path, pool: ThreadPoolExecutor) -> None:
         self.disk = disk
@@ -210,7 +210,7 @@ class _Build:
         self.make_folder(folder)
 
     def make_folder(self, folder: Path) -> None:
-        """Make a folder inside, and those above it."""
+        """Create a folder inside, and its parents."""
         self.disk.make_dir(folder)
         while folder not in self.folders and folder.is_relative_to(self.folder):
             self.folders.add(folder)
@@ -223,13 +223,13 @@ class _Build:
         self.note(path, len(data))
 
     def note(self, path: Path, size: int) -> None:
-        """Be told of a file that was written: it holds `size` bytes, the rest is holes."""
+        """Note a file that was written: it holds `size` bytes of data, the rest is holes."""
         self.written.append(path)
         self.new_bytes += size
 
 
 def _shard_rows(columns: int, slots: int) -> int:
-    """Return how many rows a shard has in a version with so many columns and slots."""
+    """Return how many rows a shard has in a snapshot with so many columns and slots."""
     rows = SHARD_ROWS
     while columns * -(-slots // rows) > tuning.SNAPSHOT_FILES:
         rows *= 2
@@ -237,7 +237,7 @@ def _shard_rows(columns: int, slots: int) -> int:
 
 
 class _Copy:
-    """Copy the rows of a frozen storage, or link what the version before has already."""
+    """Copy the rows of a captured storage, or link files that the previous snapshot already has."""
 
     def __init__(self, build: _Build, state: Frozen, former: Former | None) -> None:
         self.build, self.state = build, state
@@ -248,22 +248,22 @@ class _Copy:
         used = last if slots is None else min(last, slots)
         self.rows = _shard_rows(len(self.fields), used if slots is None else slots)
         self.shards = -(-used // self.rows)
-        #: How many rows the arrays have.
+        #: Length of the arrays, rows.
         self.length = max(1, self.shards) * self.rows if slots is None else slots
         fits = former is not None and former.layout.rows == self.rows and former.layout.separator == SEPARATOR
         self.former = former if fits else None
         self._widths = [entry.row_bytes for entry in self.fields]
         self.footers = [shard_footer(self.rows, width) for width in self._widths]
-        #: Length of a shard file, per column.
+        #: Length of a shard file, bytes, per column.
         self._sizes = [self.rows * w + len(f) for w, f in zip(self._widths, self.footers, strict=True)]
         blocks = self.shards * self.rows // BLOCK_ROWS
-        #: Those that hold rows which can be read.
+        #: The blocks that hold readable rows.
         self.blocks = blocks_of(state.pieces)
-        #: A checksum per block and column that has them.
+        #: A checksum per block and column, for the columns that have checksums.
         self.sums = np.zeros(blocks, entry_dtype(state.summed))
 
     def run(self) -> None:
-        """Copy all rows, oldest first, and let the writer have the slots of those that are copied."""
+        """Copy all rows, oldest first, and release the slots of copied rows to the writer."""
         state = self.state
         if not self.fields:
             _describe(self.build, state)
@@ -304,7 +304,7 @@ class _Copy:
             self.build.put(ORIGIN, pack_entries(state.sums))
 
     def _make_arrays(self) -> None:
-        """Make the folders and zarr.json of all arrays."""
+        """Create the folders and zarr.json of all arrays."""
         top, former = self.build.folder / COLUMNS, self.former
         arrays = self.state.arrays
         fields = [self.fields[place] for place in arrays]
@@ -336,7 +336,7 @@ class _Copy:
             self.build.put(f"{COLUMNS}/{name}", data)
 
     def _unchanged(self) -> BoolArray:
-        """Say which shards the version before has with the same rows. Shape `(shards,)`."""
+        """Return which shards hold the same rows in the previous snapshot. Shape `(shards,)`."""
         former, now = self.former, self.state.sums
         same = np.zeros(self.sums.size, bool)
         if former is None or now is None:
@@ -347,7 +347,7 @@ class _Copy:
         for name in ("generation", "sequence"):
             same[:both] &= at[name] == then[name]
         same[:both] &= (at["sums"] == then["sums"])[:, former.shared].all(axis=1)
-        same[[block for block in range(same.size) if block not in self.blocks]] = True  # no row to be read
+        same[[block for block in range(same.size) if block not in self.blocks]] = True  # no readable rows
         known = min(same.size, former.whole.size)
         same[:known] &= former.whole[:known]
         same[known:] = False
@@ -355,14 +355,14 @@ class _Copy:
         return np.array([blocks.all() for blocks in by_shard], bool)
 
     def _parts(self, place: int, slot: int, count: int) -> Iterator[tuple[int, Array]]:
-        """Yield what can be read of a run of slots, where it lies there: (offset in the run, rows)."""
+        """Yield the readable parts of a run of slots: (offset in the run, rows)."""
         for (start, _, n), rows in zip(self.state.pieces, self.state.columns[place], strict=True):
             low, high = max(slot, start), min(slot + count, start + n)
             if low < high:
                 yield low - slot, rows[low - start : high - start]
 
     def _link_unchanged(self) -> BoolArray:
-        """Link what the version before has already; say which. Shape `(columns, shards)`."""
+        """Link unchanged files of the previous snapshot; return which. Shape `(columns, shards)`."""
         former, summed = self.former, self.state.summed
         done = np.zeros((len(self.fields), self.shards), bool)
         if former is None:
@@ -371,13 +371,13 @@ class _Copy:
             return done
         same = self._unchanged()
         done[:summed] = same & former.shared[:, None]
-        done[list(self.state.apart)] = True  # these have files of their own
+        done[list(self.state.apart)] = True  # these columns have files of their own
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
         self.sums["sums"][blocks] = former.sums["sums"][blocks]
         end = start_links(self.disk, self._links(former, done, range(summed)), self.build.pool)
         others = range(summed, len(self.fields))
         try:
-            _describe(self.build, self.state)  # meanwhile
+            _describe(self.build, self.state)  # while links are made in the background
             for place in others:
                 done[place] = self._same_values(former, place)
         finally:
@@ -388,7 +388,7 @@ class _Copy:
         return done
 
     def _links(self, former: Former, done: BoolArray, places: Iterable[int]) -> list[Links]:
-        """Name the shards of some columns that are to be links."""
+        """Return the shards of some columns that are to be linked."""
         groups = []
         for place in places:
             folder = Path(COLUMNS, self.fields[place].path)
@@ -406,7 +406,7 @@ class _Copy:
         return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
 
     def _same_values(self, former: Former, place: int) -> BoolArray:
-        """Say in which shards a column without checksums is as in the version before. Shape `(shards,)`."""
+        """Return which shards of a column without checksums are unchanged. Shape `(shards,)`."""
         same = np.zeros(self.shards, bool)
         known = min(self.shards, former.sums.size * BLOCK_ROWS // self.rows)
         names = [self._name(place, shard) for shard in range(known)]
@@ -417,7 +417,7 @@ class _Copy:
         return same
 
     def _block(self, place: int, slot: int, count: int) -> Array:
-        """Return the rows of a run of slots, zeros where none can be read. Shape `(count, *row shape)`."""
+        """Return the rows of a run of slots, zeros where no row is readable. Shape `(count, *row shape)`."""
         parts = list(self._parts(place, slot, count))
         if len(parts) == 1 and len(parts[0][1]) == count:
             return parts[0][1]
@@ -428,7 +428,7 @@ class _Copy:
         return block
 
     def _write_shard(self, place: int, shard: int) -> None:
-        """Write a shard of a column, and sum its blocks."""
+        """Write a shard of a column, and compute the checksums of its blocks."""
         entry, width, footer = self.fields[place], self._widths[place], self.footers[place]
         path = self.build.folder / COLUMNS / entry.path / self._name(place, shard)
         written = len(footer)
@@ -454,9 +454,9 @@ class _Copy:
 
 
 def _describe(build: _Build, state: Frozen) -> None:
-    """Write what a closed store has beside its columns."""
+    """Write the files of a closed store other than its columns."""
     manifest, disk = state.manifest, build.disk
-    build.put(MANIFEST, manifest.replace(archive="").pack())  # rows leave the store, not its versions
+    build.put(MANIFEST, manifest.replace(archive="").pack())  # snapshots have no archive
     build.put(LOG, state.log)
     folder = build.folder / JOURNAL
     build.make_folder(folder)

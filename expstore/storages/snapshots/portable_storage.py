@@ -1,7 +1,7 @@
-"""Storages whose rows go with the process, and into `state_dict`.
+"""Storages whose rows are lost with the process, but can be saved by `state_dict`.
 
-Base of those in RAM, and of those in a folder for one run. What a content looks like is in
-`expstore.storages.snapshots.state_dict`; this never touches a file.
+Base of the storages in RAM, and of those in a folder for one run. The format of the state is defined in
+`expstore.storages.snapshots.state_dict`. This module touches no files.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["PortableStorage"]
 
 
 class PortableStorage(Storage):
-    """Carry the whole content in a state.
+    """Save and restore the whole content as a `state_dict`.
 
-    Threads: others go on reading and adding rows meanwhile. Processes and crashes: as the storage.
+    Threads: other threads can read and add rows meanwhile. Processes and crashes: as the storage.
 
     Example:
         >>> state = storage.state_dict()
@@ -37,14 +37,14 @@ class PortableStorage(Storage):
     _load_hooks: tuple[Hook, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole content as tensors and plain values, which torch.save can keep.
+        """Return the whole content as tensors and plain values, which torch.save can store.
 
-        Rows, ids, priorities, counts, episodes and the number of the next draw; nothing of it is shared with
-        the storage. Objects are copied; torch.save can keep them if pickle can.
+        The state has rows, ids, priorities, counts, episodes and the number of the next draw. It shares no
+        memory with the storage. Objects are copied; torch.save can store them if pickle can.
 
         Returns:
             `rows`: field name -> a tensor of all rows, oldest first (objects: a list), with ids, episodes,
-            steps, times and priorities under `_row.`; the rest is for `load_state_dict`.
+            steps, times and priorities under `_row.`; the other entries are for `load_state_dict`.
 
         Raises:
             StateError: The storage is closed.
@@ -52,44 +52,46 @@ class PortableStorage(Storage):
         return content_of(self, self._save_hooks)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put a content that `state_dict` returned in the place of what there is.
+        """Replace the content by one that `state_dict` returned, completely or not at all.
 
-        All of it or nothing. As after `loads`, the capacity stays, ids and episode ids go on above those of
-        both (where there never were rows they stay), and the next batches are those that would have come.
-        Nothing is shared with the state.
+        As after `loads`, the capacity is kept. Ids and episode ids continue above those of the storage and
+        the state; in a storage that never had rows they are not changed. The next batches are those that
+        would have followed in the saved storage. No memory is shared with the state.
 
         Raises:
             StateError: The state holds no rows, or the storage is closed.
-            SchemaError: This storage has other fields, or that is no such state.
-            CorruptionError: What the state says of the storage is damaged.
+            SchemaError: This storage has other fields, or the argument is not such a state.
+            CorruptionError: The state's description of the storage is damaged.
         """
         self.writer()
         self.snapshots.adopt(read_state(state_dict, self._load_hooks))
         self.holders.tell(self)
 
     def register_save_hook(self, hook: Hook) -> None:
-        """Have `state_dict` keep what a hook returns for the rows it is given; hooks run in their order.
+        """Add a hook whose result `state_dict` stores instead of the rows; hooks run in order.
 
-        `dumps` shows them the rows, too, but keeps these as they are: a hook that returns others stops it.
+        `dumps` calls the hooks, too, but stores the rows unchanged: it raises if a hook returns other rows.
 
         Args:
-            hook: Takes field name -> rows. Its attributes `shift` and `is_full`, if it has any, are told the
-                index of the next row, and whether the storage is full.
+            hook: Takes and returns field name -> rows. If it has attributes `shift` and `is_full`, they are
+                set to the index of the next row, and to whether the storage is full.
         """
         self._save_hooks = (*self._save_hooks, hook)
 
     def register_load_hook(self, hook: Hook) -> None:
-        """Have `load_state_dict` and `loads` take what a hook returns for what was kept, in their order.
+        """Add a hook whose result `load_state_dict` and `loads` use instead of the stored rows.
+
+        Hooks run in the order in which they were added.
 
         Args:
-            hook: Takes field name -> rows, and returns the same.
+            hook: Takes and returns field name -> rows.
         """
         self._load_hooks = (*self._load_hooks, hook)
 
     @property
     @abstractmethod
     def snapshots(self) -> ContentAccess:
-        """What gives the content to snapshots, and replaces it."""
+        """Access to the content for snapshots, which read and replace it."""
 
     def _check_hooks(self) -> None:
         if self._save_hooks and changed_by(self, self._save_hooks):
@@ -109,9 +111,9 @@ class PortableStorage(Storage):
             keep: How many snapshots remain.
 
         Raises:
-            SnapshotError: The folder holds something else, or rows are objects, for which files have no form.
+            SnapshotError: The folder holds something else, or rows are objects, which snapshots cannot store.
             StateError: The storage is closed.
-            StorageError: The disk failed or is full; snapshots that were there are as they were.
+            StorageError: The disk failed or is full; existing snapshots are unchanged.
 
         Example:
             >>> storage.dumps("backup")
@@ -120,11 +122,11 @@ class PortableStorage(Storage):
         return make_snapshot(self, path, keep=keep)
 
     def loads(self, path: str | Path, version: int | str | None = None) -> None:
-        """Put a snapshot's content in the place of this one; see `ReplayBuffer.loads`.
+        """Replace the content by that of a snapshot; see `ReplayBuffer.loads`.
 
         Args:
-            path: What `dumps` was given.
-            version: Number or tag; None: the newest.
+            path: The folder that was passed to `dumps`.
+            version: Number or tag of the snapshot; None: the newest.
 
         Raises:
             SnapshotError: There is no such snapshot.

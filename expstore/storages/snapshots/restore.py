@@ -1,8 +1,8 @@
-"""A version's content in the place of a store's own: all of it or nothing.
+"""Replace a store's content by that of a snapshot: completely or not at all.
 
-Used by storages. What a version holds is read here and numbered anew; a store on disk has it built aside,
-in `load.tmp`. Its new name, `load`, is the commit: whoever opens the store next, or goes on with it, moves
-what is in there to its place. It never changes a version.
+Used by storages. The rows of the snapshot are read and get new ids. A store on disk builds the new content in
+`load.tmp`; renaming that folder to `load` is the commit. After that, the running store or its next opening
+moves the files in it to their places. A snapshot is never changed.
 """
 
 from __future__ import annotations
@@ -57,35 +57,35 @@ __all__ = [
 
 LOAD, ASIDE = "load", "load.tmp"
 _OLD = "old"
-#: What of expstore.json stays as a storage has it.
+#: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
     *("uuid", "created", "capacity", "ndim", "dims", "layout", "storage", "compression", "keyed"),
     "archive",
 )
-#: Ids are not shifted further than this for the sake of slots: there are 2^63 of them.
+#: Upper bound of the id shift that keeps slot positions (avoids int64 overflow).
 _FURTHEST = 1 << 50
-#: So many bytes are copied at a time.
+#: Bytes copied at a time.
 STEP_BYTES = 8 << 20
 
 
 class ContentLike(Protocol):
-    """What is to be a storage's content."""
+    """Content that a storage can take over."""
 
     @property
     def name(self) -> str:
-        """What to call it in a message."""
+        """Its name in messages."""
 
     @property
     def manifest(self) -> Manifest:
-        """What it is."""
+        """The manifest of the content."""
 
     @property
     def base(self) -> dict[str, Any]:
-        """Its state, as a journal's base record keeps it."""
+        """Its state, as a journal's base record stores it."""
 
     @property
     def entries(self) -> Sequence[LogEntry]:
-        """What became of its episodes."""
+        """The entries of episodes.log: what happened to its episodes."""
 
     @property
     def low(self) -> int:
@@ -93,30 +93,30 @@ class ContentLike(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes."""
+        """The size of a row, bytes."""
 
     @property
     def counted(self) -> bool:
-        """Whether it says how often each row was handed out."""
+        """Whether it holds how often each row was sampled."""
 
     def rows(self, first_id: int, count: int) -> list[Array]:
-        """Copy a run of rows, all columns."""
+        """Copy a run of rows: one array per column."""
 
     def counts(self, first_id: int, count: int) -> Array:
-        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32."""
+        """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Hold what a version holds.
+    """The content of a snapshot.
 
     Args:
-        folder: Its folder.
-        manifest: What it is.
-        base: Its state, as a journal's base record keeps it.
-        entries: Of episodes.log.
-        columns: Opened for reading; None: it has no fields.
-        sampled: The same, of how often each row was handed out; None: it does not say.
+        folder: The snapshot's folder.
+        manifest: Its manifest.
+        base: Its state, as a journal's base record stores it.
+        entries: Entries of episodes.log.
+        columns: The columns, opened for reading; None: the snapshot has no fields.
+        sampled: The column of sample counts, opened for reading; None: the snapshot has none.
     """
 
     folder: Path
@@ -128,19 +128,19 @@ class Content:
 
     @property
     def name(self) -> str:
-        """Return the folder's."""
+        """The path of the snapshot's folder."""
         return str(self.folder)
 
     @property
     def row_bytes(self) -> int:
-        """How many bytes a row takes, about."""
+        """The approximate size of a row, bytes."""
         if self.columns is None:
             return 1
         return self.columns.mean_bytes
 
     @property
     def counted(self) -> bool:
-        """Whether it says how often each row was handed out."""
+        """Whether the snapshot holds how often each row was sampled."""
         return self.sampled is not None
 
     @property
@@ -150,7 +150,7 @@ class Content:
         return int(retired if capacity is None else max(retired, last - capacity))
 
     def rows(self, first_id: int, count: int) -> list[Array]:
-        """Copy a run of rows, all columns.
+        """Copy a run of rows: one array per column.
 
         Raises:
             CorruptionError: A shard is damaged.
@@ -160,7 +160,7 @@ class Content:
         return self._parts(self.columns.columns, first_id, count)
 
     def counts(self, first_id: int, count: int) -> Array:
-        """Copy how often a run of rows was handed out. Shape `(count,)`, uint32.
+        """Copy how often each of a run of rows was sampled. Shape `(count,)`, uint32.
 
         Raises:
             CorruptionError: A shard is damaged.
@@ -175,7 +175,7 @@ class Content:
 
 
 def join_parts(parts: Sequence[Any]) -> Any:
-    """Return the rows of a column that come in parts."""
+    """Concatenate the parts of a column."""
     if isinstance(parts[0], np.ndarray):
         return np.concatenate(parts)
     import pyarrow as pa
@@ -184,10 +184,10 @@ def join_parts(parts: Sequence[Any]) -> Any:
 
 
 def read_content(disk: Disk, folder: Path) -> Content:
-    """Read a version; its rows when they are asked for.
+    """Read a snapshot; its rows are read when they are needed.
 
     Raises:
-        CorruptionError: It is damaged.
+        CorruptionError: The snapshot is damaged.
     """
     manifest = Manifest.load(disk, folder)
     records = read_journal(disk, folder / JOURNAL)
@@ -210,19 +210,19 @@ def read_content(disk: Disk, folder: Path) -> Content:
 
 
 class Arrival:
-    """A version's content with the numbers that it gets in a storage.
+    """A snapshot's content with the ids that it gets in a storage.
 
-    Ids and episode ids go on above those of both, so that nobody's old ones mean another row; where there
-    never were rows they stay. Ids are
-    shifted by a multiple of the capacity, and in a ring so far that all of the storage's former ids count
-    as overwritten: whoever has just drawn some draws again.
+    If the storage has had rows, ids and episode ids continue above those of the storage and of the snapshot,
+    so that no id that a caller still holds names another row. Otherwise they are not changed. Ids are shifted
+    by a multiple of the capacity. In a ring the shift is so large that all former ids of the storage count as
+    overwritten, and a caller that has just drawn some draws again.
 
     Args:
-        content: The version.
-        manifest: What expstore.json says afterwards.
+        content: The snapshot.
+        manifest: The manifest of the storage afterwards.
         session: The storage's own session.
         low: The newest id of the content that is left out.
-        count: How many rows come.
+        count: Number of rows that are taken over.
         id_shift: Is added to ids.
         episode_shift: Is added to episode ids.
     """
@@ -243,11 +243,12 @@ class Arrival:
 
     @classmethod
     def of(cls, content: ContentLike, storage: Storage) -> Arrival:
-        """Return a version's content with the numbers that it gets in a storage, whose lock is held.
+        """Return a snapshot's content with the ids that it gets in a storage. The storage's lock is held.
 
         Raises:
             SchemaError: The storage has other fields, or rows of other dims.
-            StateError: It has no room for all of the best rows, or packed fields, which cannot give way.
+            StateError: The content keeps the best rows, and the storage is too small for all of them or has
+                packed fields, whose rows cannot be replaced.
         """
         base, own = content.base, manifest_of(storage)
         schema = _fit(content.manifest, own, storage, content.name)
@@ -275,7 +276,7 @@ class Arrival:
                 hint="load it into a store of that capacity",
             )
         former = max(storage.last, storage.state.horizon)
-        # Where there never were rows, ids stay as they are: nobody knows them as those of others.
+        # In a storage that never had rows ids are kept: no caller knows them as ids of other rows.
         shift: int = max(former, last) - low if former else 0
         if own.capacity is not None:
             slots = ring.slots or 0
@@ -283,7 +284,7 @@ class Arrival:
                 shift = max(shift, former + slots - last)
             step = own.capacity
             if (content.manifest.capacity, content.manifest.slots) == (own.capacity, slots):
-                # Slots are the same as well then, and with them what a sum tree finds for a number.
+                # Slots are the same too, and with them the rows that a sum tree finds for a random number.
                 both = math.lcm(step, slots)
                 step = both if both <= _FURTHEST else step
             shift = round_up(shift, step)
@@ -309,10 +310,10 @@ class Arrival:
         return self.low + self.count
 
     def base(self, content: tuple[int, int]) -> dict[str, Any]:
-        """Return the state that a base record keeps; `content` is its position."""
+        """Return the state for a base record; `content` is (generation, LSN) of the restore."""
         episodes = dict(self.content.base["episodes"])
         episodes["next_episode"] += self._episodes
-        # No writer has seen these rows: only the storage's own session stays live, if it has written some.
+        # No writer has seen these rows: only the storage's own session stays live, if it wrote some of them.
         episodes["open"] = []
         own = (session for session in episodes["sessions"] if SessionKey(*session["key"]) == self.session)
         episodes["sessions"] = [session | {"cut": []} for session in own]
@@ -320,7 +321,7 @@ class Arrival:
         return self.content.base | numbers
 
     def entries(self) -> Iterator[LogEntry]:
-        """Yield what episodes.log says: open episodes and all sessions but the storage's own have ended."""
+        """Yield the entries of episodes.log, which end open episodes and all sessions but the storage's."""
         table = EpisodeTable(generation=self.content.base.get("generation", 0), session=self.session.id)
         table.load_base(self.content.base["episodes"])
         live = [key for key in table.live_sessions() if key != self.session]
@@ -344,16 +345,16 @@ class Arrival:
 
     @property
     def counted(self) -> bool:
-        """Whether the version says how often each row was handed out."""
+        """Whether the snapshot holds how often each row was sampled."""
         return self.content.counted
 
     def counts(self) -> Array:
-        """Return how often each row was handed out, oldest first. Shape `(count,)`, uint32."""
+        """Return how often each row was sampled, oldest first. Shape `(count,)`, uint32."""
         return self.content.counts(self._low + 1, self.count) if self.count else np.zeros(0, np.uint32)
 
 
 def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema | None:
-    """Return the schema that a storage has afterwards; a version of its own brings its fields, too."""
+    """Return the schema of the storage afterwards; a snapshot of the same store also restores its fields."""
     offered = there.schema
     own = storage.schema
     if offered is not None:
@@ -377,7 +378,7 @@ def _fit(there: Manifest, here: Manifest, storage: Storage, name: str) -> Schema
 
 
 def _fit_layout(own: Manifest, content: ContentLike) -> None:
-    """Raise StateError if a storage cannot go on as the content's did."""
+    """Raise StateError if the storage cannot keep the best rows, as the content does."""
     if content.manifest.ranking is not None and ColumnLayout(**own.layout).asks_packed:
         raise StateError(
             f"{content.name} holds the best rows, and this store was made with packed fields, whose rows "
@@ -387,16 +388,16 @@ def _fit_layout(own: Manifest, content: ContentLike) -> None:
 
 
 def _fit_specs(offered: str, own: str, schema: Schema | None, former: Schema | None) -> str:
-    """Return what a storage knows of its fields' values afterwards: what came with the rows, else its own."""
+    """Return the specs of the storage afterwards: those of the snapshot, else the storage's own."""
     if schema is not None and former is not None and schema != former:
-        return offered  # it was of other fields
+        return offered  # the storage's own specs describe other fields
     if not offered and own and schema is not None:
         check_specs(own, schema)
     return offered or own
 
 
 def _fit_dims(own: Manifest, content: ContentLike) -> Manifest:
-    """Return what a storage is, with the dims that its rows have afterwards."""
+    """Return the storage's manifest with the dims that its rows have afterwards."""
     there = content.manifest
     if own.schema is None and there.schema is not None:
         lanes = math.prod(there.dims)
@@ -419,21 +420,21 @@ def _more(dims: tuple[int, ...]) -> str:
 
 
 def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
-    """Build what is to be a store's content beside it, and bring it to the disk.
+    """Build a store's new content in a separate folder, and sync it.
 
     Args:
-        storage: The store's.
-        path: Its folder.
-        arrival: The content.
-        sequence: Of the last record in its journal.
-        ready: How many slots its columns have a place for: as many must be there for whoever reads.
+        storage: The store's storage.
+        path: The store's folder.
+        arrival: The new content.
+        sequence: LSN of the last record in the store's journal.
+        ready: How many slots the store's columns have room for. Readers need as many in the new columns.
     """
     disk, aside = storage.disk, path / ASIDE
     disk.remove_tree(aside)
     try:
         _build(disk, aside, arrival, sequence=sequence, ready=ready)
     except BaseException:
-        with contextlib.suppress(StorageError):  # else the next opening removes it
+        with contextlib.suppress(StorageError):  # if this fails, the next opening removes it
             disk.remove_tree(aside)
         raise
 
@@ -492,7 +493,7 @@ def _build_columns(
         finally:
             sums.close()
         group.begin_opening()
-        group.synced()  # all is synced below, before anybody finds the names of the shards
+        group.synced()  # all files are synced below, before a reader can find the shards' names
         for segments in group.shared:
             segments.give_back()
         written = [path for part in group.parts for path in part.paths()]
@@ -505,7 +506,7 @@ def _build_columns(
 def _build_sampled(
     disk: Disk, folder: Path, arrival: Arrival, ready: int, pool: ThreadPoolExecutor
 ) -> list[Path]:
-    """Write how often each row was handed out, if the version says so; return the files to be synced."""
+    """Write how often each row was sampled, if the snapshot has counts; return the files to be synced."""
     if not arrival.counted:
         return []
     slots = arrival.manifest.slots
@@ -521,7 +522,7 @@ def _build_sampled(
 def _build_journal(
     disk: Disk, folder: Path, arrival: Arrival, stamp: tuple[int, int], log_length: int
 ) -> list[Path]:
-    """Write a journal that says: this is the state, and all is well."""
+    """Write a journal with the state and a close record."""
     manifest = arrival.manifest
     journal = Journal(
         disk,
@@ -541,13 +542,13 @@ def _build_journal(
 
 
 def commit_load(disk: Disk, path: Path) -> None:
-    """Make what was built the store's content; from here on `finish_load` must follow."""
+    """Commit the content that was built; the caller then calls `finish_load`."""
     disk.rename(path / ASIDE, path / LOAD)
     disk.sync_dir(path)
 
 
 def refuse_half_loaded(disk: Disk, path: Path) -> None:
-    """Raise StorageError if a load was left while the parts of a store were moved to their places."""
+    """Raise StorageError if a restore was interrupted while its files were moved to their places."""
     if disk.exists(path / LOAD):
         raise StorageError(
             f"{path} was left in the middle of loads() or a change of its capacity",
@@ -557,10 +558,10 @@ def refuse_half_loaded(disk: Disk, path: Path) -> None:
 
 
 def finish_load(disk: Disk, path: Path) -> bool:
-    """Move a content that was committed to its place; whoever has the writer's lock may, again and again.
+    """Move committed content to its place; the caller holds the writer's lock. May be repeated after a crash.
 
     Returns:
-        Whether there was one.
+        Whether there was committed content.
     """
     load, old = path / LOAD, path / LOAD / _OLD
     if not disk.exists(load):
@@ -568,7 +569,7 @@ def finish_load(disk: Disk, path: Path) -> bool:
         return False
     disk.make_dir(old)
     for name in (COLUMNS, SEGMENTS, JOURNAL):
-        # A folder cannot be replaced by a rename: the old one makes room first.
+        # A folder cannot be replaced by a rename: the old one is moved away first.
         if disk.exists(load / name) and disk.exists(path / name):
             disk.rename(path / name, old / name)
     disk.sync_dir(old)

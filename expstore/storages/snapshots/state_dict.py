@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Carried", "changed_by", "content_of", "hook_rows", "read_state"]
 
-#: What `base` must say.
+#: Keys that `base` must have.
 _NUMBERS = {
     *("draw", "episodes", "last", "limits", "max_priority", "progress", "randomness", "retired"),
     "write_count",
@@ -39,22 +39,22 @@ _PARTS = {"manifest": str, "base": str, "log": object, "rows": object}
 
 
 def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
-    """Return a storage's content at one moment: what `read_state` takes.
+    """Return a storage's content at one moment, which `read_state` reads.
 
-    Others go on reading and adding; who would overwrite or change a row waits.
+    Other threads can read and add rows meanwhile. A thread that would overwrite or change a row waits.
 
     Args:
-        storage: It is open for writing.
-        hooks: Each is given the rows and returns what is kept instead.
+        storage: The storage, open for writing.
+        hooks: Each is called with the rows and returns the rows to store instead.
 
     Returns:
-        `rows`, unless hooks say otherwise: name -> a tensor of all rows, oldest first (objects: a list; of no
-        fixed size: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`: uint8, what became of
-        episodes; `manifest` and `base`: JSON.
+        `rows`, unless hooks return something else: name -> a tensor of all rows, oldest first (objects: a
+        list; rows of no fixed size: the bytes of an Arrow IPC stream), row fields under `_row.`; `log`:
+        uint8, what happened to episodes; `manifest` and `base`: JSON.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
-        StorageError: Rows could not be brought to the disk.
+        StorageError: Rows could not be synced to the disk.
     """
     with frozen(storage) as state:
         rows: Any = _rows(state)
@@ -66,7 +66,7 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
 
 
 def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
-    """Show hooks a storage's rows; say whether one of them returns others."""
+    """Call hooks with a storage's rows; return whether one of them returns other rows."""
     with frozen(storage) as state:
         rows = _rows(state)
     for hook in hooks:
@@ -82,7 +82,7 @@ def _rows(state: Frozen) -> dict[str, Any]:
 
 
 def _tell(hook: Hook, state: Frozen) -> None:
-    """Tell a hook what it wants to know, as torchrl does."""
+    """Set the attributes that a hook has, as torchrl does."""
     capacity = state.manifest.capacity
     if hasattr(hook, "is_full"):
         hook.is_full = capacity is not None and state.window.rows == capacity

@@ -125,7 +125,7 @@ def test_who_asks_for_no_episode_is_told_which_there_are(rb: Any) -> None:
         rb.trajectory("1")
     with pytest.raises(TypeError, match="an integer, not float"):
         rb.episodes.annotate(1.0, x=1)
-    with pytest.raises(NotFoundError, match="there is none yet"):
+    with pytest.raises(NotFoundError, match="the store has no episodes yet"):
         ReplayBuffer(storage=MemoryStorage(5)).trajectory(1)
 
 

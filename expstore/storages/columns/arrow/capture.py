@@ -1,7 +1,7 @@
-"""The segments of a snapshot: second names of those that the store has finished, and copies of the others.
+"""Segments of a snapshot: hard links to the store's finished segments, and copies of the unfinished ones.
 
-Used by snapshots. What is copied comes from where the store has it mapped, so that nobody has to wait. It
-changes no file of the store.
+Used by snapshots. Copies are read from the store's memory maps, so that no thread has to wait. No file of the
+store is changed.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["SegmentCapture"]
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Hold a segment as it is at one moment.
+    """A segment as it is at one moment.
 
     Args:
-        path: Where it lies.
-        keeps: What keeps it mapped.
-        address: Where.
-        end: Where its last batch ends.
-        newest: That batch.
-        at: Where it begins.
-        settled: Whether the file is sealed, and on the disk.
+        path: The segment's file.
+        keeps: The object that keeps the file mapped.
+        address: Address of the map.
+        end: Offset of the end of the last batch, bytes.
+        newest: Header of the last batch.
+        at: Offset of the last batch, bytes.
+        settled: Whether the file is sealed and synced.
     """
 
     path: Path
@@ -49,8 +49,8 @@ class SegmentCapture(Capture):
     """Segments as they are at one moment.
 
     Args:
-        segments: The segments.
-        places: Of their fields among all columns.
+        segments: The store's segments.
+        places: Positions of their fields among all columns.
         low: Rows up to this id need not be kept.
     """
 

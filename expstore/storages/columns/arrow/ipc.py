@@ -20,20 +20,20 @@ from expstore.core.values import Array, IntArray
 
 __all__ = ["END", "HEAD_BYTES", "Header", "crc_of", "encode", "read_header"]
 
-#: Ends a stream.
+#: Marks the end of a stream.
 END = b"\xff\xff\xff\xff\0\0\0\0"
-#: So many bytes say how long a message's flatbuffer is.
+#: Length of the prefix that holds the size of a message's flatbuffer.
 HEAD_BYTES = 8
 _KEY = b"expstore"
 _CRC_DIGITS = 8
 _VALUE_DIGITS = 40
-#: More than a message of no columns takes beside its body.
+#: Upper bound of the size of a message without columns, not counting its body.
 _ROOM = 4096
 _BATCH = 3  # MessageHeader.RecordBatch
 
 
 class Header(NamedTuple):
-    """Say what a message holds.
+    """Contents of a message.
 
     Args:
         first: Id of its first row.
@@ -102,7 +102,7 @@ def encode(
 
 
 def crc_of(message: bytes | Array, header: Header) -> int:
-    """Return the crc32c that a message must bear."""
+    """Return the crc32c that a message must have."""
     data = np.frombuffer(message, np.uint8) if isinstance(message, bytes) else message
     at = header.crc_at
     crc = google_crc32c.value(data[:at])
@@ -112,10 +112,10 @@ def crc_of(message: bytes | Array, header: Header) -> int:
 
 
 def read_header(data: bytes) -> Header | None:
-    """Read what a message says before its body; None: this is no message of ours.
+    """Parse a message up to its body; return None if it is not one that a store has written.
 
     Args:
-        data: Its first bytes, up to its body.
+        data: The first bytes of the message, up to its body.
     """
     try:
         return _read(data)
@@ -158,7 +158,7 @@ def _read(data: bytes) -> Header | None:
 
 
 def _own_value(data: bytes, about: int) -> tuple[int, bytes] | None:
-    """Return where our value stands in a vector of key-value tables, and the value."""
+    """Return the offset of the store's value in a vector of key-value tables, and the value."""
     for number in range(_u32(data, about)):
         place = about + 4 + 4 * number
         pair = place + _u32(data, place)
@@ -177,7 +177,7 @@ def _u32(data: bytes, at: int) -> int:
 
 
 def _field(data: bytes, table: int, number: int) -> int:
-    """Return where a field of a table stands; 0: it has its default."""
+    """Return the offset of a field of a table; 0 if the field has its default."""
     (back,) = struct.unpack_from("<i", data, table)
     entries = table - back
     if entries < 0:
@@ -190,7 +190,7 @@ def _field(data: bytes, table: int, number: int) -> int:
 
 
 def _table(data: bytes, table: int, number: int) -> int:
-    """Return where the table, vector or string stands that a field points to; 0: nowhere."""
+    """Return the offset of the table, vector or string that a field points to; 0 if the field is absent."""
     at = _field(data, table, number)
     return at + _u32(data, at) if at else 0
 

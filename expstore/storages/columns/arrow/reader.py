@@ -1,7 +1,7 @@
-"""Segments of a store that is only read, beside a writer or after it.
+"""Segments that are opened for reading only, while a writer appends to them or after it has closed.
 
-Used by followers, and by what reads versions. It finds what the writer has put into the files so far, and
-changes nothing.
+Used by followers and readers of snapshots. A reader finds what the writer has written so far, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["SegmentReader"]
 class SegmentReader(Segments, FollowedPart):
     """Read rows without a fixed size.
 
-    Threads: one looks, any number take rows. Crashes: it changes nothing.
+    Threads: one thread calls the `look` methods, any number take rows. Crashes: a reader changes nothing.
 
     Args:
-        disk: Where files are touched.
-        folder: As `Segments`.
-        fields: As `Segments`.
-        slots: As `Segments`.
-        compression: As `Segments`.
+        disk: The disk on which files are accessed.
+        folder: The folder `segments/`.
+        fields: The fields without a fixed size, in the order of the schema.
+        slots: How many rows a ring has; None: the store grows.
+        compression: How the store's settings compress rows.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class SegmentReader(Segments, FollowedPart):
     ) -> None:
         super().__init__(disk, folder, fields, slots, compression=compression)
         self._looked = False
-        self._last: tuple[File, Segment] | None = None  # the newest one, to which more batches may come
+        self._last: tuple[File, Segment] | None = None  # the newest segment, which may get more batches
         self._live = False
         self._closed = False
 
     def look(self, slots: int = 0, *, due: bool = True) -> None:
-        """Find all that is there, once; `look_to` finds what comes later."""
+        """Find all rows that exist, on the first call only; `look_to` finds later ones."""
         if not self._looked:
             with self.changing:
                 self._look_anew()
             self._looked = True
 
     def _look_anew(self) -> None:
-        """Find all that is there, whatever is known; what was merged into another counts once."""
+        """Find all rows again from scratch; batches that were merged into another segment count once."""
         self._close_last()
         found: list[Segment] = []
         top = 0
@@ -70,7 +70,7 @@ class SegmentReader(Segments, FollowedPart):
             except StorageError:
                 if self._disk.exists(path):
                     raise
-                continue  # its rows are given up, or in another by now: that one was looked at before
+                continue  # its rows were deleted, or merged into a segment that was read before
             segment = self.scan(path, file, size=file.size())
             if segment.last > top:
                 found.append(segment)
@@ -84,7 +84,7 @@ class SegmentReader(Segments, FollowedPart):
         self.show_all(found)
 
     def look_to(self, last: int) -> None:
-        """Find the rows up to this id, beside a writer that has written them."""
+        """Find the rows up to this id, which a writer has written."""
         self._live = True
         with self.changing:
             if last > self.top and not self._read_on(last):
@@ -93,14 +93,15 @@ class SegmentReader(Segments, FollowedPart):
             self._set_top(max(self.top, last))
 
     def have_left(self, ids: IntArray) -> Array:
-        """Return which rows have left, by what the writer says before their files go. Shapes `(n,)`."""
+        """Return which rows have left; the writer records that before it removes files. Shapes `(n,)`."""
         store = self.folder.parent
         left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
-        view = Watch(self._disk, store).look() if self._live else None  # behind: it takes over gaps
+        # Read after the manifest: gaps that the manifest no longer lists are below `retired` by then.
+        view = Watch(self._disk, store).look() if self._live else None
         return left if view is None else left | (ids <= view.retired)
 
     def _read_on(self, last: int) -> bool:
-        """Find more batches of the newest segment; say whether the row is among them."""
+        """Find more batches of the newest segment; return whether they reach the row `last`."""
         if self._last is None:
             return False
         file, segment = self._last
@@ -112,7 +113,7 @@ class SegmentReader(Segments, FollowedPart):
         return segment.last >= last
 
     def lay(self, first_id: int, columns: Sequence[pa.Array]) -> None:
-        """Let rows be found that are in memory alone, behind all others: nobody writes them."""
+        """Make rows that are only in memory readable, behind all others. Nothing is written."""
         message = encode(self.schema, columns, first=first_id, generation=0, compression=None)
         header = read_header(message.tobytes())
         assert header is not None
@@ -124,7 +125,7 @@ class SegmentReader(Segments, FollowedPart):
             self.show(segment, [header], [0])
 
     def _let_go_behind(self, last: int) -> None:
-        """Forget batches of rows that the writer has not published: it may write others in their place."""
+        """Forget batches of rows that the writer has not committed, because it may write other rows there."""
         if not self.segments or self.segments[-1].last <= last:
             return
         kept = []
@@ -141,14 +142,14 @@ class SegmentReader(Segments, FollowedPart):
         self.show_all(kept)
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; there is no writer any more."""
+        """Make only rows up to this id readable. Called when there is no writer any more."""
         with self.changing:
             self._let_go_behind(last)
             self._close_last()
             self._set_top(last)
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out, as `Segments.take`; beside a writer after another look if some are missing.
+        """Copy rows out, as `Segments.take` does. Beside a writer, look for missing rows in the files first.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -172,7 +173,7 @@ class SegmentReader(Segments, FollowedPart):
     def close(self) -> None:
         """Close the files; maps are removed with the last array over them.
 
-        A thread that is still taking rows may look for more of them; afterwards no file is open either.
+        A thread that is still taking rows may read the files again; no file stays open even then.
         """
         with self.changing:
             self._closed = True

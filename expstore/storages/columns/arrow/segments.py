@@ -1,7 +1,7 @@
-"""Rows without a fixed size: Arrow IPC streams of batches, found by id and read through maps.
+"""Rows without a fixed size: Arrow IPC streams of batches, found by id and read through memory maps.
 
-Base of what writes segments and of what only reads them. A segment is a file named by its first id; an
-opening reads the headers of its batches, and rows stay where they are. It changes no file.
+Base of the writer and the reader of segments. A segment is a file named by its first id. An opening reads
+only the headers of its batches; values are read when rows are taken. This module changes no file.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ __all__ = ["Segment", "Segments"]
 SUFFIX = ".arrows"
 #: Copies bytes of a segment: offset, length.
 Read = Callable[[int, int], bytes]
-#: So many bytes are read at a time where a header is looked for.
+#: Bytes read at a time when looking for a header.
 _HEADER_BYTES = 2048
-#: Where the next one is looked for behind a damaged one.
+#: Bytes read at a time when looking for the next message after a damaged one.
 _SEARCH_BYTES = 1 << 20
-#: In the journal, before each batch.
+#: Length of the prefix of each batch in the journal.
 _LENGTH_BYTES = 4
 
 
 @dataclass(slots=True)
 class Segment:
-    """Know what is in a file of batches.
+    """The batches of one segment file.
 
     Args:
         path: The file.
-        addresses: Where it is mapped, or an array in memory that takes its place.
-        widths: Of which types values are in it.
-        headers: Of its batches, in the order of their ids.
-        offsets: Where each begins in the file.
-        end: Where the last one ends.
-        sealed: Whether the stream has its end.
-        file: Opened for writing; None: it is only read.
+        addresses: Its memory map, or an array in memory with the same bytes.
+        widths: The types of the values in the file.
+        headers: Headers of its batches, in the order of their ids.
+        offsets: Offset of each batch in the file, bytes.
+        end: Offset of the end of the last batch, bytes.
+        sealed: Whether the stream has its end mark.
+        file: The file, opened for writing; None: it is only read.
     """
 
     path: Path
@@ -72,61 +72,61 @@ class Segment:
 
     @property
     def first(self) -> int:
-        """Id of its first row; 0: it has none."""
+        """Id of the first row; 0 if there are no rows."""
         return self.headers[0].first if self.headers else 0
 
     @property
     def last(self) -> int:
-        """Id of its last row; 0: it has none."""
+        """Id of the last row; 0 if there are no rows."""
         return self.headers[-1].last if self.headers else 0
 
     @property
     def size(self) -> int:
-        """Length of the file, without what is not written yet."""
+        """Length of the file up to its last written batch, bytes."""
         return self.end + (len(END) if self.sealed else 0)
 
     @property
     def address(self) -> int:
-        """Where it is in memory."""
+        """Address of the segment in memory."""
         place = self.addresses
         return place.address if isinstance(place, AddressRange) else int(place.ctypes.data)
 
     def add(self, header: Header, at: int) -> None:
-        """Take over a batch behind the others."""
+        """Note another batch at the end of the segment."""
         self.headers.append(header)
         self.offsets.append(at)
         self.end = at + header.size
 
     def is_sound(self, number: int, read: Read) -> bool:
-        """Return whether a batch has its checksum; `read` is what `Segments.reading` yields."""
+        """Return whether a batch matches its checksum; `read` is what `Segments.reading` yields."""
         header = self.headers[number]
         data = read(self.offsets[number], header.size)
         found = read_header(data)
         return found is not None and crc_of(data, found) == found.crc == header.crc
 
     def read(self, start: int, size: int) -> bytes:
-        """Copy bytes out of what is mapped."""
+        """Copy bytes out of the map."""
         return ctypes.string_at(self.address + start, size)
 
 
 class _Shown(NamedTuple):
-    """Where batches are found just now; what it holds is filled behind `held` and never changed before.
+    """Where batches can be read now. Entries behind `held` may be filled in; earlier ones never change.
 
     Args:
-        held: How many batches there are.
-        firsts: Id of the first row of each. Shape `(m,)`, as the next seven; m is `held` at least.
-        lasts: Id of the last one.
-        at: Address of its message.
-        sizes: Length of that.
-        crcs: Its crc32c.
-        crc_at: Where that stands in it.
-        compressed: Whether its buffers are compressed.
-        checked: Whether its checksum was found to fit.
-        where: Address of each buffer, packed or not; 0: it is empty. Shape `(m, buffers)`.
-        bytes: Its length. Shape `(m, buffers)`.
-        lengths: How many values each node has. Shape `(m, nodes)`.
-        ways: Which of the known widths it has. Shape `(m,)`.
-        maps: What keeps them there as long as it is held.
+        held: Number of batches.
+        firsts: Id of the first row of each batch. Shape `(m,)`, as the next seven; m is at least `held`.
+        lasts: Id of the last row of each batch.
+        at: Address of the batch's message.
+        sizes: Length of the message, bytes.
+        crcs: The crc32c of the message.
+        crc_at: Offset of the crc32c in the message.
+        compressed: Whether the batch's buffers are compressed.
+        checked: Whether the checksum was verified.
+        where: Address of each buffer, compressed or not; 0: it is empty. Shape `(m, buffers)`.
+        bytes: Length of each buffer. Shape `(m, buffers)`.
+        lengths: Number of values of each node. Shape `(m, nodes)`.
+        ways: Which of the known widths the batch has. Shape `(m,)`.
+        maps: Objects that keep the addresses valid.
     """
 
     held: int
@@ -146,16 +146,16 @@ class _Shown(NamedTuple):
 
 
 class Segments(AppendedPart):
-    """Find and copy rows of some fields.
+    """Find and copy rows of the fields without a fixed size.
 
-    Threads: any number take rows while one adds some. Crashes: it changes nothing.
+    Threads: any number take rows while one adds rows. Crashes: this class changes no file.
 
     Args:
-        disk: Where files are touched.
-        folder: `segments/`.
-        fields: Those without a fixed size, in the order of the schema.
-        slots: How many rows a ring has; None: it grows.
-        compression: How rows are compressed by the settings of the store.
+        disk: The disk on which files are accessed.
+        folder: The folder `segments/`.
+        fields: The fields without a fixed size, in the order of the schema.
+        slots: How many rows a ring has; None: the store grows.
+        compression: How the store's settings compress rows.
     """
 
     def __init__(
@@ -175,24 +175,24 @@ class Segments(AppendedPart):
         )
         self.own = own_widths(self.schema)
         self.plan = self.own.plan
-        #: All that segments have had; more come behind these.
+        #: All widths that segments have had; new ones are appended.
         self._widths = [self.own]
         self._codes = self.own.codes[None]
         self.segments: list[Segment] = []
-        #: Id of the last row that is here, or would be: other ids lie between after an `empty`.
+        #: The newest id covered here. Rows up to it may be missing, for example ids that `empty` skipped.
         self.top = 0
-        #: Held while segments come or go.
+        #: Held while segments are added or removed.
         self.changing = threading.RLock()
         self._loops: Any = None
         self._unpacking: Any = None
         self._shown = self._room(16)
 
     def _set_top(self, last: int) -> None:
-        """Note the newest id that is here."""
+        """Set the newest id."""
         self.top = last
 
     def warm(self) -> None:
-        """Load the compiled loops, in the background."""
+        """Load the compiled loops in the background."""
         if self._loops is None:
             load_in_background(self._load)
 
@@ -202,39 +202,39 @@ class Segments(AppendedPart):
         self._loops = gather_runs
         self._unpacking = arrow_decode
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- finding rows ----------------------------------------------------------------------------
 
     @abstractmethod
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Raise CorruptionError if rows that can be read are not there."""
+        """Raise CorruptionError if rows of a readable run are missing."""
         for missing, rows in self.missing(first_id, count) if count else ():
             raise CorruptionError(f"rows {missing} to {missing + rows - 1} are missing in {self.folder}")
 
     def paths(self) -> list[Path]:
-        """Return the files, in the order of their ids."""
+        """Return the segment files, in the order of their ids."""
         names = [name for name in self._disk.names(self.folder) if name.endswith(SUFFIX)]
         return [self.folder / name for name in names]
 
     def path_of(self, first_id: int) -> Path:
-        """Return the file that begins with a row."""
+        """Return the path of the segment that begins with a row."""
         return self.folder / f"{first_id:019d}{SUFFIX}"
 
     def scan(self, path: Path, file: File, *, size: int, segment: Segment | None = None) -> Segment:
-        """Find the batches of a file, behind those that are known.
+        """Find the batches of a file that are not known yet.
 
         Args:
-            path: Where it lies.
-            file: It.
-            size: Its length, which is mapped.
-            segment: What is known of it; None: nothing.
+            path: The file's path.
+            file: The open file.
+            size: Length of the file to map, bytes.
+            segment: The batches known so far; None: none are.
         """
         if segment is None:
             addresses = AddressRange(max(1, size))
             if size:
-                # A writer may end the segment meanwhile, and cut off what it had no use for behind the rows.
+                # A writer may seal the segment meanwhile, and cut off the unused space behind its rows.
                 addresses.attach(file, at=0, size=size, may_shrink=True)
             end, widths = self._begins(file)
             segment = Segment(path, addresses, widths, end=end)
@@ -246,15 +246,15 @@ class Segments(AppendedPart):
                 at = size if segment.sealed else self._next_message(file, at, size, segment.widths.plan)
                 continue
             if segment.headers and header.first <= segment.last:
-                break  # left there by a life before
+                break  # left over from an earlier opening
             segment.add(header, at)
             at = segment.end
         return segment
 
     def _next_message(self, file: File, at: int, size: int, plan: Plan) -> int:
-        """Return where another message may begin behind a damaged one; the end if there is none to be found.
+        """Return where the next message may begin after a damaged one; `size` if none is found.
 
-        In a segment that has its end all bytes up to there are batches; in others zeros follow the last one.
+        In a sealed segment all bytes up to the end mark are batches; in others zeros follow the last batch.
         """
         if file.size() > size or file.read(size - len(END), len(END)) != END:
             return size
@@ -269,7 +269,7 @@ class Segments(AppendedPart):
         return size
 
     def _begins(self, file: File) -> tuple[int, Widths]:
-        """Return where the batches of a file begin, behind its schema, and their widths."""
+        """Return the offset of a file's first batch, behind the schema, and the file's widths."""
         head = file.read(0, max(_HEADER_BYTES, len(self.own.head)))
         size = 8 + int.from_bytes(head[4:8], "little")
         if head[:4] == END[:4] and size <= file.size():
@@ -279,7 +279,7 @@ class Segments(AppendedPart):
         return 1 << 62, self.own  # nothing can be read
 
     def _header(self, file: File, at: int, size: int, plan: Plan) -> Header | None:
-        """Return what a batch says that begins there and ends in the file; None: there is none."""
+        """Return the header of the batch at `at`; None if there is no whole batch that fits the fields."""
         data = file.read(at, _HEADER_BYTES)
         wanted = 8 + int.from_bytes(data[4:8], "little")
         if len(data) == _HEADER_BYTES < wanted <= size - at:
@@ -294,7 +294,7 @@ class Segments(AppendedPart):
             fits = plan.fits(header.rows, header.lengths, header.buffers, body)
         return header if fits else None
 
-    # -- what is shown ---------------------------------------------------------------------------
+    # -- the readable batches --------------------------------------------------------------------
 
     def _room(self, size: int) -> _Shown:
         ints = [np.zeros(size, np.int64) for _ in range(6)]
@@ -304,7 +304,7 @@ class Segments(AppendedPart):
         return _Shown._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
 
     def _way(self, widths: Widths) -> int:
-        """Return the number of widths, which are known from now on."""
+        """Return the number of these widths; add them to the known ones if they are new."""
         for number, known in enumerate(self._widths):
             if known is widths or known == widths:
                 return number
@@ -313,7 +313,7 @@ class Segments(AppendedPart):
         return len(self._widths) - 1
 
     def show_all(self, segments: Sequence[Segment]) -> None:
-        """Let the batches of these segments be found, and no others."""
+        """Make the batches of these segments readable, and no others."""
         self.segments = list(segments)
         shown = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
         shown = shown._replace(maps=tuple(segment.addresses for segment in segments))
@@ -323,12 +323,12 @@ class Segments(AppendedPart):
         self.top = max(self.top, *(segment.last for segment in segments), 0)
 
     def replace(self, first: int, count: int, by: Sequence[Segment]) -> None:
-        """Let the batches of other segments be found in the place of some; nothing is read meanwhile.
+        """Replace the batches of some segments by those of others. No row may be read meanwhile.
 
         Args:
-            first: Number of the first segment that goes.
-            count: How many go.
-            by: What comes.
+            first: Number of the first segment to replace.
+            count: How many segments to replace.
+            by: The segments in their place.
         """
         shown, kept = self._shown, self.segments
         low = sum(len(segment.headers) for segment in kept[:first])
@@ -345,7 +345,7 @@ class Segments(AppendedPart):
         self._shown = _Shown._make([shown.held - (high - low) + middle.held, *parts, maps])
 
     def show(self, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]) -> None:
-        """Let more batches of the last segment be found."""
+        """Make more batches of the last segment readable."""
         shown = self._shown
         if shown.held + len(headers) > shown.firsts.size:
             longer = self._room(2 * (shown.held + len(headers)))
@@ -383,7 +383,7 @@ class Segments(AppendedPart):
         return newest
 
     def _find(self, shown: _Shown, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return in which batch each row is, -1 for none, and the number that it has there."""
+        """Return the batch of each row, -1 for none, and the row's number in the batch. Shapes `(n,)`."""
         batches = np.searchsorted(shown.firsts[: shown.held], ids, side="right") - 1
         missing = (batches < 0) | (ids > shown.lasts[batches])
         inside = ids - shown.firsts[batches]
@@ -391,11 +391,11 @@ class Segments(AppendedPart):
         return batches, inside
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out; those that have left, or are older than all that are here, come as None.
+        """Copy rows out; rows that have left, or are older than all stored rows, become None.
 
         Args:
-            ids: Shape `(n,)`.
-            numbers: Of the fields.
+            ids: Row ids. Shape `(n,)`.
+            numbers: Numbers of the fields.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -413,7 +413,7 @@ class Segments(AppendedPart):
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
 
     def _explain(self, shown: _Shown, ids: IntArray) -> None:
-        """Raise CorruptionError if rows are missing that have not left."""
+        """Raise CorruptionError if missing rows have not left the store."""
         oldest = int(shown.firsts[0]) if shown.held else 1 << 62
         young = ids[ids >= oldest]
         if young.size:
@@ -439,7 +439,7 @@ class Segments(AppendedPart):
             gather = Gather(loops, where, sizes, lengths, ways, self._codes)
             ones = np.ones(batches.size, np.int64)
             found = [gather.take(self.plan.columns[number], batches, inside, ones) for number in numbers]
-            del room  # until now its addresses were read
+            del room  # its addresses were read until here
             return found
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
@@ -447,7 +447,7 @@ class Segments(AppendedPart):
     def _unpack(
         self, shown: _Shown, names: IntArray, numbers: Sequence[int]
     ) -> tuple[IntArray, IntArray, Array]:
-        """Unpack the buffers of some fields; return where all are, how long, and what holds them."""
+        """Unpack buffers of some fields; return all addresses and lengths, and the memory that holds them."""
         loops = self._unpacking
         packed = names[shown.compressed[names]]
         bad = loops.find_damaged(
@@ -462,7 +462,7 @@ class Segments(AppendedPart):
     def _take_decoded(
         self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
-        """Do the same where the loops are not there yet."""
+        """Take rows with pyarrow while the compiled loops are not loaded yet."""
         names, which = np.unique(batches, return_inverse=True)
         decoded = [self._decode(shown, int(name), numbers) for name in names]
         starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
@@ -475,14 +475,14 @@ class Segments(AppendedPart):
         ]
 
     def _own(self, column: pa.Array, number: int) -> pa.Array:
-        """Return a column of a batch as one of the type that its field has."""
+        """Cast a column of a batch to the type of its field."""
         kind = self.kinds[number]
         return column if column.type == kind else column.cast(kind)
 
     def _decode(self, shown: _Shown, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
-        """Return some columns of a batch, of which it keeps the memory."""
+        """Return some columns of a batch, which keep its memory alive."""
         address, size = int(shown.at[name]), int(shown.sizes[name])
-        if not shown.checked[name]:  # pyarrow trusts what it reads
+        if not shown.checked[name]:  # pyarrow does not validate what it reads
             data = ctypes.string_at(address, size)
             header = read_header(data)
             if header is None or crc_of(data, header) != header.crc:
@@ -497,9 +497,9 @@ class Segments(AppendedPart):
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
     def sizes(self, ids: IntArray) -> IntArray:
-        """Return how many bytes rows take, all fields together; none where a row is not here. Shapes `(n,)`.
+        """Return how many bytes rows take, all fields together; 0 for a row that is not here. Shapes `(n,)`.
 
-        Offsets are read, values are not.
+        Only offsets are read, not values.
 
         Raises:
             CorruptionError: Offsets are damaged.
@@ -525,13 +525,13 @@ class Segments(AppendedPart):
             gather = Gather(self._loops, where, sizes, shown.lengths[names], shown.ways[names], self._codes)
             ones = np.ones(inside.size, np.int64)
             found[there] = sum(gather.sizes(column, which, inside, ones) for column in self.plan.columns)
-            del room  # until now its addresses were read
+            del room  # its addresses were read until here
         except CorruptionError as exc:
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
         return found
 
     def _sizes_decoded(self, shown: _Shown, names: IntArray, which: IntArray, inside: IntArray) -> IntArray:
-        """Do the same where the loops are not there yet."""
+        """Measure rows with pyarrow while the compiled loops are not loaded yet."""
         found = np.zeros(inside.size, np.int64)
         numbers = range(len(self.fields))
         for at, name in enumerate(names.tolist()):
@@ -542,14 +542,14 @@ class Segments(AppendedPart):
         return found
 
     def views(self, number: int, first_id: int, count: int) -> list[pa.Array]:
-        """Return a run of rows, an array per batch; what has its own width is not copied.
+        """Return a run of rows, one array per batch. Values that have the field's width are not copied.
 
         Rows that have left meanwhile are None.
 
         Args:
-            number: Of the field.
-            first_id: Of the first row.
-            count: How many.
+            number: Number of the field.
+            first_id: Id of the first row.
+            count: How many rows.
 
         Raises:
             CorruptionError: Rows are missing or damaged.
@@ -570,7 +570,7 @@ class Segments(AppendedPart):
         return found
 
     def _none(self, number: int, first: int, end: int) -> pa.Array:
-        """Return what stands for rows that are not here; raise CorruptionError unless they have left."""
+        """Return nulls for rows that have left; raise CorruptionError if missing rows have not."""
         missing = np.arange(first, end)
         young = missing[~self.have_left(missing)]
         if young.size:
@@ -578,24 +578,24 @@ class Segments(AppendedPart):
         return pa.nulls(end - first, self.kinds[number])
 
     def _names(self, shown: _Shown, first_id: int, count: int) -> Iterator[int]:
-        """Yield the batches in which rows of a run are."""
+        """Yield the numbers of the batches that hold rows of a run."""
         low = int(np.searchsorted(shown.lasts[: shown.held], first_id))
         high = int(np.searchsorted(shown.firsts[: shown.held], first_id + count))
         return iter(range(low, high))
 
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes, on average."""
+        """Return the average disk space of a row, bytes."""
         return self.mean_bytes
 
     @property
     def mean_bytes(self) -> int:
-        """How many bytes a row takes, on average; 0: there are none."""
+        """The average size of a row, bytes; 0 if there are no rows."""
         rows = sum(header.rows for segment in self.segments for header in segment.headers)
         size = sum(header.size for segment in self.segments for header in segment.headers)
         return size // rows if rows else 0
 
     def field_bytes(self) -> tuple[int, list[int]]:
-        """Return how many rows are here, and how much disk space those of each field take."""
+        """Return the number of rows, and the disk space of each field's rows, bytes."""
         headers = [header for segment in self.segments for header in segment.headers]
         bounds = [column.buffer for column in self.plan.columns] + [self.plan.buffers]
         sizes = [
@@ -609,7 +609,7 @@ class Segments(AppendedPart):
         return sum(header.rows for header in headers), [used * size // total for size in sizes]
 
     def covers(self, first_id: int, count: int) -> bool:
-        """Return whether all rows of a run are here, whole or not."""
+        """Return whether all rows of a run are here, damaged or not."""
         return next(self.missing(first_id, count), None) is None
 
     def missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
@@ -624,13 +624,13 @@ class Segments(AppendedPart):
 
     @contextmanager
     def reading(self, segment: Segment) -> Iterator[Read]:
-        """Yield what copies bytes of a segment that may be damaged.
+        """Yield a function that copies bytes of a segment that may be damaged.
 
-        It reads with pread: a write that a full disk has ended early leaves a hole, and to read a hole
-        through a map of a full tmpfs is SIGBUS.
+        It reads with pread: a write that failed on a full disk leaves a hole, and reading a hole through a
+        map of a full tmpfs raises SIGBUS.
         """
         if not isinstance(segment.addresses, AddressRange):
-            yield segment.read  # it is in memory alone
+            yield segment.read  # the segment is only in memory
             return
         file = self._disk.open(segment.path, write=False)
         try:
@@ -639,7 +639,7 @@ class Segments(AppendedPart):
             file.close()
 
     def sound_batches(self, first_id: int, count: int) -> Iterator[Header | None]:
-        """Yield the headers of the batches with rows of a run; None for one without its checksum."""
+        """Yield the headers of the batches with rows of a run; None for one that fails its checksum."""
         end = first_id + count
         for place in range(_first_behind(self.segments, first_id), len(self.segments)):
             segment = self.segments[place]
@@ -652,7 +652,7 @@ class Segments(AppendedPart):
                     yield segment.headers[number] if segment.is_sound(number, read) else None
 
     def checksums(self, first_id: int, count: int) -> list[int] | None:
-        """Return the checksums of the batches that make up a run of rows; None: it is not there whole."""
+        """Return the checksums of the batches that make up a run of rows; None if the run is not whole."""
         at, found = first_id, []
         for header in self.sound_batches(first_id, count):
             if header is None or header.first != at:
@@ -662,12 +662,12 @@ class Segments(AppendedPart):
         return found if at == first_id + count else None
 
     def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
-        """Return the crc32c of what came before and of the batches of a run; None: it is not there whole."""
+        """Extend a crc32c by the batches of a run of rows; return None if the run is not complete."""
         batches = self.checksums(first_id, count) if count else []
         return None if batches is None else add_batches(crc, batches)
 
     def lacks(self, first_id: int, count: int) -> bool:
-        """Return whether rows of a run are missing, or their batches do not have their checksums."""
+        """Return whether rows of a run are missing, or batches do not match their checksums."""
         return count > 0 and not (
             self.covers(first_id, count) and None not in self.sound_batches(first_id, count)
         )
@@ -680,7 +680,7 @@ class Segments(AppendedPart):
         return len(message).to_bytes(_LENGTH_BYTES, "little") + bytes(message)
 
     def unpack(self, data: bytes) -> list[pa.Array]:
-        """Return the rows of some calls of `pack`, whose results follow one another: an array per field.
+        """Return the rows of several results of `pack`, joined: an array per field.
 
         Raises:
             CorruptionError: The bytes are damaged.
@@ -702,7 +702,7 @@ class Segments(AppendedPart):
         ]
 
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
         for segment in self.segments:
             if segment.file is not None:
                 segment.file.close()
@@ -710,5 +710,5 @@ class Segments(AppendedPart):
 
 
 def _first_behind(parts: Sequence[Segment | Header], first_id: int) -> int:
-    """Return the number of the first part that ends with a row or behind it."""
+    """Return the number of the first part whose last row is `first_id` or later."""
     return bisect.bisect_left(parts, first_id, key=lambda part: part.last)

@@ -1,7 +1,7 @@
-"""Packed fields of a snapshot: shards that are the store's own, and copies of what is not finished there.
+"""Packed fields of a snapshot: hard links to the store's finished shards, and copies of unfinished ones.
 
-Used by snapshots. All shards of a snapshot are finished, so every reader of Zarr finds all rows. It unpacks
-no chunk and changes no file of the store.
+Used by snapshots. All shards of a snapshot are finished, so every Zarr reader finds all rows. This module
+decompresses no chunk and changes no file of the store.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["PackedCapture"]
 
 
 class _ColumnSnapshot:
-    """Bring the rows of a packed field into a snapshot.
+    """Write the rows of a packed field to a snapshot.
 
     Args:
-        disk: Where files are touched.
-        rows: As they are to be kept, see `PackedRows.as_now`.
-        pieces: Where those that can be read lie: (first slot, offset in the run, rows).
-        folder: Of the array in the snapshot.
-        former: The same of the snapshot before; None: there is none that fits.
+        disk: The disk on which files are accessed.
+        rows: The rows to keep, from `PackedRows.as_now`.
+        pieces: Where the readable rows are: (first slot, offset in the run, number of rows).
+        folder: The folder of the array in the snapshot.
+        former: The folder of the array in the previous snapshot; None: there is no previous one that fits.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class _ColumnSnapshot:
         wanted &= self._where > 0
         if 0 <= self._rest < wanted.size:
             wanted[self._rest] = True
-        #: Chunks to be kept, by shard.
+        #: Which chunks to keep, by shard. Shape `(shards, chunks)`, bool.
         self._wanted = wanted.reshape(shards, packing.chunks)
-        #: Shards that are there already.
+        #: Which shards are in the snapshot already. Shape `(shards,)`, bool.
         self._done = np.array([not chunks.any() for chunks in self._wanted], bool)
 
     def link(self) -> None:
-        """Give the store's finished shards second names: their bytes never change."""
+        """Add hard links to the store's finished shards, whose bytes never change."""
         for shard in np.flatnonzero(~self._done).tolist():
             self._done[shard] = self._link(shard)
 
     def _numbers(self, shard: int) -> tuple[IntArray, IntArray]:
-        """Return which chunks of a shard are kept: their numbers in it, and in the column."""
+        """Return the kept chunks of a shard: their numbers in the shard, and in the column."""
         numbers = np.flatnonzero(self._wanted[shard])
         return numbers, shard * self._rows.packing.chunks + numbers
 
@@ -104,16 +104,16 @@ class _ColumnSnapshot:
     def _share(
         self, old: Path, numbers: IntArray, offsets: IntArray, sizes: IntArray, marks: Sequence[bytes]
     ) -> bool:
-        """Give a file a second name in the snapshot if it holds these chunks; say whether it does.
+        """Add a hard link to a file if it holds the expected chunks; return whether it does.
 
-        It may have been replaced just now: the second name is what is looked at.
+        The file may be replaced at any moment, so the new link is checked, not the old path.
 
         Args:
             old: The file.
-            numbers: Of the chunks in the shard. Shape `(n,)`.
-            offsets: Where they are. Shape `(n,)`.
-            sizes: Their lengths. Shape `(n,)`.
-            marks: What tells the first of them, or all, from others.
+            numbers: Numbers of the chunks in the shard. Shape `(n,)`.
+            offsets: Their offsets in the file, bytes. Shape `(n,)`.
+            sizes: Their lengths, bytes. Shape `(n,)`.
+            marks: Results of `_mark` for the first of the chunks, or for all.
         """
         new = self._folder / old.name
         if not self._disk.exists(old) or not self._disk.link(old, new):
@@ -130,14 +130,14 @@ class _ColumnSnapshot:
             ):
                 return True
         except CorruptionError:
-            pass  # not what is known to be there
+            pass  # the file does not hold the expected chunks
         finally:
             file.close()
         self._disk.unlink(new)
         return False
 
     def copy(self) -> list[tuple[Path, int]]:
-        """Write the shards that are missing; return their files and lengths."""
+        """Write the missing shards; return their files and lengths in bytes."""
         written = []
         for shard in np.flatnonzero(~self._done).tolist():
             found = self._copy(shard)
@@ -147,7 +147,7 @@ class _ColumnSnapshot:
         return written
 
     def _copy(self, shard: int) -> tuple[Path, int] | None:
-        """Write a shard; None: the snapshot before has it."""
+        """Write a shard; return None if the previous snapshot's file could be linked instead."""
         numbers, places = self._numbers(shard)
         rest = self._rest_chunk() if self._rest in places else b""
         chunks = no_chunks(self._rows.packing.chunks)
@@ -180,15 +180,15 @@ class _ColumnSnapshot:
         return ctypes.string_at(int(self._where[place]) - table, table + int(self._sizes[place]) + 4)
 
     def _mark(self, data: bytes) -> bytes:
-        """Return what tells a chunk in a file from others: what comes before its frame, and its checksum.
+        """Return bytes that identify a chunk: everything before its frame, and the frame's checksum.
 
-        The header's own checksum does not: a crc32c over a frame and its crc32c depends on their length
-        alone.
+        The header's own checksum is not enough: a crc32c over a frame and the frame's crc32c depends only on
+        their length.
         """
         return data[: self._rows.head] + data[-4:]
 
     def _rest_chunk(self) -> bytes:
-        """Pack the chunk that is not full, with rows of the turn before behind if they can be read."""
+        """Pack the chunk that is not full, followed by rows of the previous lap that are still readable."""
         shown = self._rows.shown
         rows, first = np.zeros_like(shown.rows), shown.base + shown.held
         rows[: shown.held] = shown.rows[: shown.held]
@@ -202,17 +202,17 @@ class _ColumnSnapshot:
 class PackedCapture(Capture):
     """Packed columns as they are at one moment.
 
-    No row may be added while this is made.
+    No row may be added while this object is created.
 
     Args:
-        columns: By place, in the order in which they are to be written.
-        pairs: Which of them keep rows in others.
+        columns: Columns by position, in the order in which they are written.
+        pairs: Which of them keep rows in another column.
     """
 
     def __init__(self, columns: Mapping[int, PackedRows], pairs: Sequence[PackedPair]) -> None:
         self.places = [*columns]
         self.packings = {place: column.packing for place, column in columns.items()}
-        #: By place, as they were then.
+        #: The captured columns, by position.
         self.columns = {place: column.as_now() for place, column in columns.items()}
         self._lent = {pair.partner for pair in pairs}
         for pair in pairs:
@@ -224,10 +224,10 @@ class PackedCapture(Capture):
         return self.columns[place].views(first_id, count)
 
     def begin(self, target: Target) -> list[tuple[Path, int]]:
-        """Give the store's finished shards second names in a snapshot; nothing is written."""
+        """Link the store's finished shards into a snapshot; nothing is written."""
         slots, window = target.slots, target.window
         pieces = [piece for first, n in window.runs() for piece in cut_run(first, n, slots)]
-        # Rows of others may lie with those that cannot be read any more, or were given up.
+        # Rows of another column may be stored with rows that are no longer readable, or were deleted.
         back = tuning.PACKED_LOOKBACK_ROWS[1] if slots is None else target.reach
         before = max(0, window.low - back)
         older = cut_run(before + 1, window.last - before, slots)

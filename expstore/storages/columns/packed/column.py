@@ -1,7 +1,7 @@
-"""Rows of a packed field: where their chunks are, and how they are taken out of them.
+"""Rows of a packed field: find their chunks, and copy rows out of them.
 
-Base of the column that is written and of the one that is only read. Rows of a field may lie in the column
-of the next ones: then they are taken from there. It changes no file.
+Base of the writer and the reader of a packed column. Rows of a field may be stored in the column of the next
+observations, and are read from there. This module changes no file.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from expstore.storages.format.zarr_metadata import shard_name
 __all__ = ["PARTIAL", "Filling", "Frame", "PackedRows", "Source", "holds_chunks"]
 
 PARTIAL = "partial"
-#: Slots that are looked at to learn how many rows chunks hold.
+#: Number of slots that are sampled to estimate how many rows chunks hold.
 _SAMPLE = 65_536
-#: Of these it is looked up for so many where their bytes are.
+#: For this many of the sampled slots, look up where their bytes are stored.
 _SOME = 4096
-#: How the names of files begin in which rows are.
+#: Prefixes of the names of files that hold rows.
 _FILES = ("c.", "open.", PARTIAL)
 _NONE = np.empty(0, np.int64)
-#: Chunks that a reader unpacks without the compiled loop before it loads that.
+#: Number of chunks that a reader unpacks without the compiled loop before it loads the loop.
 _WORTH_LOADING = 1024
 
 
 @dataclass
 class Source:
-    """What was found of a shard when the column was opened.
+    """A shard, as it was found when the column was opened.
 
     Args:
         shard: Its number.
-        turn: Of the ring.
-        addresses: Where it is mapped.
-        chunks: What is in it.
-        named: Whether it has its name.
+        turn: Its lap of the ring.
+        addresses: Its memory map.
+        chunks: The chunks in it.
+        named: Whether the file has its final name.
     """
 
     shard: int
@@ -74,7 +74,7 @@ class Source:
     named: bool = False
 
     def cut(self, turn: int, chunk: int) -> bool:
-        """Forget chunks from this one on in this turn, and of later turns; say whether anything is left."""
+        """Forget chunks from this one on in this lap, and all of later laps; return whether any remain."""
         if turn <= self.turn < ANY_TURN:
             first = 0 if self.turn > turn else max(0, chunk - self.shard * self.chunks.offsets.size)
             self.chunks = self.chunks._replace(offsets=self.chunks.offsets.copy())
@@ -84,14 +84,14 @@ class Source:
 
 @dataclass
 class Filling:
-    """A shard that is being filled, or that has no name yet.
+    """A shard that is being filled, or that does not have its final name yet.
 
     Args:
         shard: Its number.
-        turn: Of the ring.
-        file: Where it lies.
-        addresses: Where it is mapped.
-        chunks: What is in it.
+        turn: Its lap of the ring.
+        file: Its file.
+        addresses: Its memory map.
+        chunks: The chunks in it.
     """
 
     shard: int
@@ -101,14 +101,15 @@ class Filling:
     chunks: Chunks
 
     def add(self, number: int, chunk: bytes, head: int = HEADER_BYTES) -> int:
-        """Append a chunk, which begins with what says what it is; return where its frame begins.
+        """Append a chunk (header and compressed frame); return the offset of its frame, bytes.
 
-        One that is there already comes once more after a failure: the file has no room for two.
+        A chunk that the file already has is written again in its place, after a failure: the file has no room
+        for two.
 
         Args:
             number: Its number in the shard.
-            chunk: It.
-            head: Length of what comes before its frame.
+            chunk: Its bytes.
+            head: Length of the bytes before its frame.
         """
         offsets, sizes, end = self.chunks
         there = offsets[number] >= 0 and offsets[number] + sizes[number] == end
@@ -120,17 +121,17 @@ class Filling:
 
 
 class PackedRows(Column, AppendedPart):
-    """Take rows out of packed chunks.
+    """Copy rows out of packed chunks.
 
-    Threads: any number take rows while one adds some.
+    Threads: any number take rows while one thread adds rows.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
-        packing: How it is packed.
-        write: Whether the files are written to.
+        packing: How the field is packed.
+        write: Whether the files are opened for writing.
     """
 
     def __init__(
@@ -148,15 +149,15 @@ class PackedRows(Column, AppendedPart):
         self.rows = packing.shard
         self._recycled = Recycled()
         self.chunk_bytes = packing.rows * entry.row_bytes
-        #: Length of what comes before a chunk's frame.
+        #: Length of the bytes before a chunk's frame.
         self.head = HEADER_BYTES + packing.table_bytes
-        #: The column in which some rows lie; None: they lie here.
+        #: The column that stores some rows of this one; None: all rows are stored here.
         self.partner: PackedRows | None = None
-        #: Shards that cannot be read, and what is wrong with them.
+        #: Shards that cannot be read, with the reason.
         self.damaged: dict[int, str] = {}
-        #: Raw rows as they were found, of chunks of which some are not whole, and which ones.
+        #: For each chunk with torn raw rows: the rows as they were found, and flags of the torn ones.
         self._torn: list[tuple[Frame, Array]] = []
-        #: Slots of rows that should be there and are not. Only where nobody writes.
+        #: Slots whose rows are lost although they should be readable. Only set when there is no writer.
         self._lost = np.empty(0, np.int64)
         self._disk = disk
         shards = 16 if slots is None else -(-slots // packing.shard)
@@ -169,11 +170,11 @@ class PackedRows(Column, AppendedPart):
         self._unpacked_slowly = 0
 
     def _set_shown(self, shown: Shown) -> None:
-        """Have readers find these chunks and rows from now on: all of it, by one assignment."""
+        """Publish a new state of chunks and rows to readers, by one assignment."""
         self._shown = shown
 
     def _note_lost(self, slots: IntArray) -> None:
-        """Refuse to read these slots: their rows are damaged. Shape `(n,)`."""
+        """Make reads of these slots fail: their rows are damaged. Shape `(n,)`."""
         self._lost = slots
 
     def _new_rows(self) -> Array:
@@ -192,23 +193,23 @@ class PackedRows(Column, AppendedPart):
         self._take_distances = take_distances
         self._take_rows = take_rows if self.packing.means.is_blosc else None
 
-    # -- where chunks are ------------------------------------------------------------------------
+    # -- finding chunks --------------------------------------------------------------------------
 
     def place_behind(self, last: int) -> tuple[int, int]:
-        """Return turn of the ring and slot of the row behind this one."""
+        """Return the lap of the ring and the slot of the row after this one."""
         return (0, last) if self.slots is None else divmod(last, self.slots)
 
     def shard_path(self, number: int) -> Path:
-        """Return where a finished shard lies."""
+        """Return the path of a finished shard."""
         return self.folder / shard_name(number, len(self.entry.shape), ".")
 
     def open_path(self, number: int, turn: int) -> Path:
-        """Return where a shard lies while it is filled, in its turn of the ring."""
+        """Return the path of a shard while it is filled, in its lap of the ring."""
         return self.folder / f"open.{number}.{turn}"
 
     @property
     def _bound(self) -> int:
-        """How long a shard file can become."""
+        """Maximum length of a shard file, bytes."""
         chunk = HEADER_BYTES + self.packing.most_bytes(self.chunk_bytes)
         return self.packing.chunks * chunk + index_bytes(self.packing.chunks, table=self.packing.table_bytes)
 
@@ -218,7 +219,7 @@ class PackedRows(Column, AppendedPart):
         return addresses
 
     def _grow(self, shard: int) -> None:
-        """Have a place for the chunks of a shard."""
+        """Make room for the chunk addresses of a shard."""
         shown, needed = self._shown, (shard + 1) * self.packing.chunks
         if shown.where.size < needed:
             where = np.zeros(max(needed, 2 * shown.where.size), np.int64)
@@ -227,7 +228,7 @@ class PackedRows(Column, AppendedPart):
             self._shown = shown._replace(where=where, sizes=sizes, turns=turns)
 
     def _show(self, shard: int, turn: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
-        """Let the chunks of a file be found, in the places of older ones."""
+        """Make the chunks of a file readable, in the place of older ones."""
         self._grow(shard)
         shown = self._shown
         held = shown.maps.get(shard, ())
@@ -239,44 +240,44 @@ class PackedRows(Column, AppendedPart):
         shown.where[places] = addresses.address + chunks.offsets[there]
 
     def _leave_former(self, source: Source | Filling) -> None:
-        """Forget where the rows of the turn before were, in whose place a whole shard has come."""
+        """Forget the addresses of the previous lap's rows, which a complete shard has replaced."""
         shown, first = self._shown, source.shard * self.packing.chunks
         missing = first + np.flatnonzero(source.chunks.offsets < 0)
         shown.where[missing[missing < shown.where.size]] = 0
         self._shown = shown._replace(maps=shown.maps | {source.shard: (source.addresses,)})
 
     def _show_all(self, sources: Iterable[Source | Filling]) -> None:
-        """Let chunks be found, of later turns rather than of earlier, and nothing else."""
+        """Make only these chunks readable; of two in the same place, the one of the later lap."""
         size = self._shown.where.size
         self._shown = self._shown._replace(
             where=np.zeros(size, np.int64), sizes=np.zeros(size, np.int64), maps={}, held=0
         )
-        # Raw rows come first: they count less than the packed ones of their turn.
+        # Raw rows come first: packed rows of the same lap replace them.
         for source in sorted(sources, key=lambda source: source.turn):
             self._show(source.shard, source.turn, source.addresses, source.chunks)
 
     def _show_up_to(self, turn: int, shard: int) -> None:
-        """Let only chunks up to this shard be found, when a column is opened.
+        """Make only chunks up to this shard readable. Called when a column is opened.
 
-        Those of later turns were never published, and would hide the rows before them in the same slots.
+        Chunks of later laps were never committed, and would hide older rows in the same slots.
         """
         self._show_all(
             one for one in self._found() if one.turn == ANY_TURN or (one.turn, one.shard) <= (turn, shard)
         )
 
     def paths(self) -> list[Path]:
-        """Return the files in which rows are."""
+        """Return the files that hold rows."""
         return [self.folder / name for name in self._disk.names(self.folder) if name.startswith(_FILES)]
 
     def shards(self) -> Iterator[tuple[str, int, int]]:
-        """Yield what shards there are: "c" if they have their names, "open"; number; turn, -1 if unknown."""
+        """Yield (kind, number, lap) per shard: kind "c" with lap -1 if it has its final name, else "open"."""
         for name in self._disk.names(self.folder):
             kind, *numbers = name.split(".")
             if kind in ("c", "open"):
                 yield kind, int(numbers[0]), int(numbers[1]) if kind == "open" else -1
 
     def _read_shard(self, shard: int) -> Source | None:
-        """Return what is in a shard that has its name; None: there is none, or it is damaged."""
+        """Read a shard that has its final name; return None if it is missing or damaged."""
         path = self.shard_path(shard)
         if not self._disk.exists(path):
             return None
@@ -293,10 +294,10 @@ class PackedRows(Column, AppendedPart):
             file.close()
 
     def _areas(self) -> list[Source]:
-        """Return chunks of which raw rows are there as packed ones, in memory.
+        """Return the chunks that exist only as raw rows, packed in memory.
 
-        Of a row that is there twice the newer one counts; it may be torn, and the older one be what a mark
-        covers.
+        Of a row that exists twice the newer copy is used. The newer copy may be torn, while the older one is
+        covered by a checkpoint.
         """
         rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         for area in self._partial.areas():
@@ -318,9 +319,9 @@ class PackedRows(Column, AppendedPart):
         return found
 
     def as_now(self) -> PackedRows:
-        """Return the rows as they are at this moment: whoever writes goes on, and these stay.
+        """Return the rows as they are at this moment. Later writes do not change them.
 
-        No row may be added meanwhile.
+        No row may be added during the call.
         """
         now = PackedRows.__new__(PackedRows)
         vars(now).update(vars(self))
@@ -332,12 +333,12 @@ class PackedRows(Column, AppendedPart):
         return now
 
     def packed_chunks(self) -> tuple[IntArray, IntArray, int]:
-        """Return which packed chunks are in the files, of which turn of the ring, and the bytes they take."""
+        """Return the packed chunks in the files, their laps of the ring, and the bytes that they take."""
         shown, table = self._shown, self.packing.table_bytes
         maps = [held for several in shown.maps.values() for held in several]
         raw = [frame.address + table for frame in maps if isinstance(frame, Frame)]
         names = np.flatnonzero((shown.where > 0) & ~np.isin(shown.where, raw))
-        # A chunk's checksum is not part of its frame, and a chunk that has none says -4.
+        # A chunk's checksum is not part of its frame; the size -4 stands for a chunk that does not exist.
         used = (
             int((shown.sizes[names] + 4).sum())
             + names.size * self.head
@@ -346,15 +347,15 @@ class PackedRows(Column, AppendedPart):
         return names, shown.turns[names], used
 
     def measure_compression(self, ids: Callable[[IntArray], IntArray]) -> tuple[float | None, IntArray]:
-        """Return how rows are compressed, by the chunks in the files, whatever turn they are of.
+        """Measure how rows are compressed, over the chunks in the files, whatever their lap.
 
         Args:
             ids: Returns the ids that slots hold, 0 where none was written.
 
         Returns:
-            How many times more the rows in the chunks would take as they are; None: there are none. And the
-            slots of those rows, or of a sample. A chunk can have gaps, where rows were skipped that nobody
-            would ever have read.
+            The compression ratio (raw bytes per stored byte), None if there are no chunks; and the slots of
+            the rows in the chunks, or of a sample of them. A chunk can have gaps, where rows were skipped
+            because they would never have been readable.
         """
         chunks, turns, used = self.packed_chunks()
         if not chunks.size:
@@ -375,7 +376,7 @@ class PackedRows(Column, AppendedPart):
 
     @property
     def shown(self) -> Shown:
-        """Where rows are found just now."""
+        """Where rows can be found now."""
         return self._shown
 
     # -- reading ---------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class PackedRows(Column, AppendedPart):
         """Copy rows out. `slots` has shape `(n,)`, the result `(n, *row shape)`.
 
         Raises:
-            CorruptionError: They lie in a damaged chunk.
+            CorruptionError: A row is in a damaged chunk.
         """
         out = self._recycled.empty((slots.size, *self.entry.shape), self.entry.numpy_dtype)
         goals, places = self._take_own(slots, np.arange(slots.size), out)
@@ -393,16 +394,16 @@ class PackedRows(Column, AppendedPart):
         return out
 
     def take_pair(self, slots: IntArray) -> tuple[Array, Array]:
-        """Copy rows out of this column and of its partner, each chunk of which is unpacked once.
+        """Copy rows out of this column and of its partner; each chunk is unpacked once.
 
         Args:
-            slots: Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
 
         Returns:
-            Rows of this one and of that one. Shapes `(n, *row shape)`.
+            Rows of this column and rows of the partner. Shapes `(n, *row shape)`.
 
         Raises:
-            CorruptionError: They lie in a damaged chunk.
+            CorruptionError: A row is in a damaged chunk.
         """
         count = slots.size
         both = self._recycled.empty((2 * count, *self.entry.shape), self.entry.numpy_dtype)
@@ -414,25 +415,25 @@ class PackedRows(Column, AppendedPart):
         return both[:count], both[count:]
 
     def _lender(self) -> PackedRows:
-        """Return the column that has rows of this one."""
+        """Return the column that stores some rows of this one."""
         if self.partner is None:
             raise CorruptionError(f"rows of {self.folder} lie in a column that cannot be read")
         return self.partner
 
     def _take_own(self, slots: IntArray, goals: IntArray, out: Array) -> tuple[IntArray, IntArray]:
-        """Copy rows that lie here to their places in the result.
+        """Copy the rows that are stored here to their places in the result.
 
         Args:
-            slots: Shape `(n,)`.
-            goals: Which row of the result each becomes. Shape `(n,)`.
+            slots: Slots of the rows. Shape `(n,)`.
+            goals: Row of the result that each row becomes. Shape `(n,)`.
             out: The result.
 
         Returns:
-            The same two of rows that lie with the partner: goals, and slots there.
+            For the rows that the partner stores: their goals, and their slots in the partner.
         """
         if self._lost.size and np.isin(slots, self._lost).any():
             raise CorruptionError(f"rows of {self._partial.path} are damaged")
-        shown = self._shown  # before the chunks: a chunk that gets full shows there first
+        shown = self._shown  # read before the chunks: a chunk that becomes full appears there first
         chunks, inside = np.divmod(slots, self.packing.rows)
         wanted = np.arange(slots.size)
         if shown.held:
@@ -453,11 +454,12 @@ class PackedRows(Column, AppendedPart):
     def _take_packed(
         self, chunks: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> IntArray | None:
-        """Copy rows of chunks, which ascend, to their places in the result.
+        """Copy rows of chunks, which are in ascending order, to their places in the result.
 
         Returns:
-            How far before each row the one is that has its bytes at the partner's; 0: they are here. None:
-            all are. Shape `(n,)`.
+            For each row, how many rows before it the partner stores the same bytes; 0: the row is stored
+            here.
+            None: all rows are stored here. Shape `(n,)`.
         """
         new = np.ones(chunks.size, bool)
         np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
@@ -484,11 +486,11 @@ class PackedRows(Column, AppendedPart):
                 return distances
             if former is not None and (former == where).all():
                 raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
-            former = where  # another chunk may have taken its place meanwhile: then that one is read
+            former = where  # a new chunk may have replaced the bad one meanwhile: read that one
             del shown
 
     def _find(self, names: IntArray) -> tuple[Shown, IntArray, IntArray]:
-        """Return where chunks are, and what keeps them there as long as it is held."""
+        """Return the addresses of chunks, and an object that keeps them valid."""
         while True:
             shown = self._shown
             known = np.minimum(names, shown.where.size - 1)
@@ -498,7 +500,7 @@ class PackedRows(Column, AppendedPart):
                 return shown, where, sizes
 
     def _explain(self, names: IntArray, where: IntArray) -> None:
-        """Raise CorruptionError if chunks that are not there should be; others were never written."""
+        """Raise CorruptionError if chunks are missing or damaged; ignore chunks that were never written."""
         for name, address in zip(names.tolist(), where.tolist(), strict=True):
             found = self.damaged.get(name // self.packing.chunks)
             if found is not None:
@@ -511,9 +513,9 @@ class PackedRows(Column, AppendedPart):
         raise NotImplementedError
 
     def _lost_slots(self, first: int, stop: int, turn: int) -> IntArray:
-        """Return which slots of a run hold no whole row of this turn; ascending.
+        """Return the slots of a run that hold no whole row of this lap, in ascending order.
 
-        As long as what was found is all there is: when a store is opened.
+        Only correct while a store is opened, before rows are added.
         """
         each, shown, chunks = self.packing.rows, self._shown, self.packing.chunks
         low, high = first // each, -(-stop // each)
@@ -538,7 +540,7 @@ class PackedRows(Column, AppendedPart):
         return lost
 
     def require_rows(self, first_id: int, count: int) -> None:
-        """Raise CorruptionError if rows that can be read are not there, or those with which they lie."""
+        """Raise CorruptionError if rows of a readable run are missing, here or in the partner."""
         for slot, turn, n in self._pieces(first_id, count):
             lost = self._lost_slots(slot, slot + n, turn)
             if lost.size:
@@ -547,23 +549,23 @@ class PackedRows(Column, AppendedPart):
             self.partner.require_rows(*self._older(first_id, count))
 
     def _pieces(self, first_id: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Cut a run of rows at the ring's end: (first slot, turn, rows)."""
+        """Cut a run of rows at the ring's end: (first slot, lap, number of rows)."""
         for slot, offset, n in cut_run(first_id, count, self.slots):
             if n:
                 yield slot, self.place_behind(first_id + offset - 1)[0], n
 
     def _older(self, first_id: int, count: int) -> tuple[int, int]:
-        """Return the run of rows before another one with which rows of that one lie: first id, rows."""
+        """Return the run of older rows that store the bytes of this run: first id, number of rows."""
         ids = np.arange(first_id, first_id + min(count, tuning.PACKED_LOOKBACK_ROWS[1]))
         lent = ids - self.distances(ids - 1 if self.slots is None else (ids - 1) % self.slots)
         oldest = int(lent.min())
         return oldest, max(0, int(lent[lent < first_id].max(initial=oldest - 1)) + 1 - oldest)
 
     def distances(self, slots: IntArray) -> IntArray:
-        """Return how many rows before each the one is whose bytes at the partner's it has; 0: it has its own.
+        """Return how many rows before each row the partner stores the same bytes; 0: the row is stored here.
 
         Args:
-            slots: Ascending but at the ring's end. Shape `(n,)`.
+            slots: Slots, ascending except at the ring's end. Shape `(n,)`.
 
         Raises:
             CorruptionError: A table is damaged.
@@ -581,9 +583,9 @@ class PackedRows(Column, AppendedPart):
         return found
 
     def lacks(self, first_id: int, count: int) -> bool:
-        """Return whether some rows are not there as they were written.
+        """Return whether rows of a run are missing or damaged. Called when a store is opened.
 
-        When a store is opened: other rows may be found in their places, perhaps with the very same bytes.
+        A matching checksum alone is not enough: an older row in the same slots may be byte-identical.
         """
         return any(self._lacks(slot, n, turn) for slot, turn, n in self._pieces(first_id, count))
 
@@ -598,7 +600,7 @@ class PackedRows(Column, AppendedPart):
         return bool(self._lost_slots(slot, slot + count, turn).size)
 
     def _read_tables(self, where: IntArray, which: IntArray, inside: IntArray) -> tuple[int, IntArray]:
-        """Return which table is damaged, -1 for none, and what the tables say of rows."""
+        """Return the number of the first damaged table, -1 for none, and the distances in the tables."""
         out = np.zeros(which.size, np.int64)
         if self._take_distances is not None:
             bad = self._take_distances(where, which, inside, self.packing.rows, out)
@@ -620,7 +622,8 @@ class PackedRows(Column, AppendedPart):
     ) -> int:
         scratch = np.empty(self.chunk_bytes, np.uint8)
         if self._take_rows is None:
-            # A reader loads the loop once it is worth the second that this takes; a writer has begun already.
+            # A reader loads the loop only once that is worth its cost of about a second; a writer loads it at
+            # once.
             self._unpacked_slowly += len(where)
             if self._unpacked_slowly >= _WORTH_LOADING and self.packing.means.is_blosc:
                 self.warm()
@@ -631,7 +634,7 @@ class PackedRows(Column, AppendedPart):
     def _unpack_slowly(
         self, where: IntArray, sizes: IntArray, which: IntArray, inside: IntArray, goals: IntArray, out: Array
     ) -> int:
-        """Do the same by numcodecs, frame by frame: other codecs, and until the compiled loop is there."""
+        """Unpack by numcodecs, frame by frame: for other codecs, and until the compiled loop is loaded."""
         for number, (address, size) in enumerate(zip(where.tolist(), sizes.tolist(), strict=True)):
             mine = which == number
             if not mine.any():
@@ -652,7 +655,7 @@ class PackedRows(Column, AppendedPart):
         return self.take(np.arange(slot, slot + count))
 
     def write_rows(self, slots: IntArray, values: Array) -> list[File]:
-        """Raise SchemaError: what is packed stays as it is."""
+        """Raise SchemaError: packed rows are immutable."""
         raise SchemaError(
             f"field {key_name(self.entry.key)!r} is packed: its rows cannot be changed",
             hint="give the field layout='flat' when the store is made",
@@ -661,7 +664,7 @@ class PackedRows(Column, AppendedPart):
     # -- sums and space --------------------------------------------------------------------------
 
     def extend_checksum(self, crc: int, first_id: int, count: int) -> int | None:
-        """Return the crc32c of what came before and of a run of rows."""
+        """Extend a crc32c by a run of rows."""
         step = max(1, REWRITE_BYTES // self.row_bytes)
         for slot, _, n in cut_run(first_id, count, self.slots):
             for start in range(slot, slot + n, step):
@@ -674,16 +677,16 @@ class PackedRows(Column, AppendedPart):
         return 0
 
     def least_shards(self, rows: int) -> int:
-        """Return how many shards there are at least, for zarr.json, if there are so many rows."""
+        """Return the least number of shards of `rows` rows, for zarr.json."""
         # A shard begins when its first chunk is full; until the shape has grown, it is an open one.
         named = (number + (kind != "open") for kind, number, _ in self.shards())
         return min(-(-rows // self.rows), max(named, default=0))
 
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
-        """Return how the field lies on disk, by the chunks that were found; see `Column`."""
+        """Return how the field is stored, by the chunks that were found; see `Column`."""
         used, packing = self._disk.used(self.folder), self.packing
         ratio, shared = None, None
-        with contextlib.suppress(StorageError):  # damaged, or a writer gives a file its name just now
+        with contextlib.suppress(StorageError):  # damaged, or a file that the writer is renaming
             ratio, slots = self.measure_compression(ids)
             if packing.shares and slots.size:
                 sample = np.sort(slots[:: -(-slots.size // _SOME)])
@@ -693,18 +696,18 @@ class PackedRows(Column, AppendedPart):
 
     @property
     def mean_bytes(self) -> int:
-        """How many bytes a row takes in memory."""
+        """The size of a row in memory, bytes."""
         return self.row_bytes
 
     def used_bytes(self, rows: int) -> float:
-        """Return how much disk space a row takes, on average, if there are so many."""
+        """Return the average disk space of a row, bytes, if there are `rows` rows."""
         return self._disk.used(self.folder) / max(1, rows)
 
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
         self._partial.close()
 
 
 def holds_chunks(disk: Disk, folder: Path) -> bool:
-    """Return whether there are files of a packed column in the folder of an array."""
+    """Return whether the folder of an array holds files of a packed column."""
     return disk.exists(folder) and any(name.startswith(_FILES) for name in disk.names(folder))

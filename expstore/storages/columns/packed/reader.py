@@ -1,7 +1,7 @@
-"""A packed field of a store that is only read, beside a writer or after it.
+"""A packed field that is opened for reading only, while a writer appends to it or after it has closed.
 
-Used by followers, and by what reads versions. It finds what the writer has put into the files so far, and
-changes nothing.
+Used by followers and readers of snapshots. A reader finds what the writer has written so far, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from expstore.storages.format.chunk_file import Chunks, scan_chunks
 
 __all__ = ["PackedReader"]
 
-#: Looks at files that a writer renames and goes on with meanwhile.
+#: How often files are read again that a writer renames or continues to write meanwhile.
 _LOOKS = 8
 _NEVER = 1 << 62
 
@@ -30,26 +30,28 @@ _NEVER = 1 << 62
 class PackedReader(PackedRows, FollowedPart):
     """Read a packed field.
 
-    Threads: one looks, any number read. Crashes: it changes nothing.
+    Threads: one thread calls the `look` methods, any number read. Crashes: a reader changes nothing.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has; None: the column grows.
-        packing: How it is packed.
+        packing: How the field is packed.
     """
 
     def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
         super().__init__(disk, folder, entry, slots, packing, write=False)
-        self._sources: list[Source] | None = None  # all that was found; None: nobody has looked
-        self._open: dict[tuple[int, int], tuple[File, Source]] = {}  # shards without a name: turn, number
+        self._sources: list[Source] | None = None  # all that was found; None before the first look
+        self._open: dict[
+            tuple[int, int], tuple[File, Source]
+        ] = {}  # shards without final names: (lap, number)
         self._none = np.ones(packing.chunks, bool)
-        self._looked = False  # whether what is missing was noted
-        self._at = (0, 0)  # turn and number of the shard up to which all was found
+        self._looked = False  # whether missing chunks were noted
+        self._at = (0, 0)  # lap and number of the shard up to which everything was found
 
     def look(self, slots: int, *, due: bool = True) -> None:
-        """Find all that is there, once; `look_to` finds what comes later."""
+        """Find all rows that exist, on the first call only; `look_to` finds later ones."""
         if self._sources is None:
             self._find_all()
 
@@ -58,7 +60,7 @@ class PackedReader(PackedRows, FollowedPart):
         found: dict[str, list[Source]] = {"c": [], "open": []}
         for kind, shard, turn in self.shards():
             looked = self._read_open(shard, turn) if kind == "open" else None
-            looked = looked or self._read_shard(shard)  # it may have got its name in between
+            looked = looked or self._read_shard(shard)  # it may have been renamed in between
             if looked is not None:
                 found[kind].append(looked)
         named, unnamed = found["c"], found["open"]
@@ -69,31 +71,31 @@ class PackedReader(PackedRows, FollowedPart):
         self._show_all(self._sources)
 
     def _read_open(self, shard: int, turn: int) -> Source | None:
-        """Return what is in a shard that has no name yet; None: it has got one, or there is none."""
+        """Read a shard without its final name; return None if it was renamed meanwhile or does not exist."""
         path = self.open_path(shard, turn)
         try:
             file = self._disk.open(path, write=False)
         except StorageError as exc:
-            if exc.errno != errno.ENOENT:  # not whether it exists now: it may come just behind the look
+            if exc.errno != errno.ENOENT:  # an existence check now could already see a newer file
                 raise
             return None
         size = file.size()
-        if not size:  # a power cut has left its name alone
+        if not size:  # a power failure can leave an empty file
             file.close()
             return None
         chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
-        # The writer may have filled the shard since, and cut off what it had no use for behind the chunks.
+        # The writer may have filled the shard since, and cut off the unused space behind the chunks.
         found = Source(shard, turn, self._map(file, size, may_shrink=True), chunks)
         self._open[turn, shard] = file, found
         return found
 
     def _let_go(self, before: tuple[int, int]) -> None:
-        """Close files of shards before this one, which are not looked at again."""
+        """Close the files of shards before this one, which are not read again."""
         for place in [place for place in self._open if place < before]:
             self._open.pop(place)[0].close()
 
     def end_at(self, last: int) -> None:
-        """Let only rows up to this id be found; there is no writer any more."""
+        """Make only rows up to this id readable. Called when there is no writer any more."""
         (turn, slot), each = self.place_behind(last), self.packing.rows
         inside = slot % each
         lost = self._lost_slots(slot - inside, slot, turn)
@@ -114,12 +116,12 @@ class PackedReader(PackedRows, FollowedPart):
         return [*(self._sources or ())]
 
     def _miss(self, shard: int, chunks: IntArray) -> None:
-        """Let chunks of a shard that should be there, and are not, be damaged ones."""
+        """Mark missing chunks of a shard as damaged."""
         self._grow(shard)
         self._shown.where[shard * self.packing.chunks + chunks] = -1
 
     def _note_missing(self) -> None:
-        """Do so when all was found that is there, but for the shard that is being filled."""
+        """Mark all missing chunks as damaged, except in the shard that is being filled."""
         (turn, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
         lost = self._lost_slots(0, shard * self.packing.shard, turn)
         if turn and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
@@ -137,7 +139,7 @@ class PackedReader(PackedRows, FollowedPart):
         """Find the rows up to this id, which the writer has written.
 
         Raises:
-            StorageError: They are not there: another writer has come.
+            StorageError: The rows are missing, because another writer has opened the store.
         """
         if not self._looked:
             self._looked = True
@@ -176,13 +178,13 @@ class PackedReader(PackedRows, FollowedPart):
         return True
 
     def _look_at_shard(self, turn: int, shard: int) -> Source | None:
-        """Show what is in a shard, as far as it is of this turn; None: nothing is."""
+        """Make the chunks of this lap in a shard readable; return None if the shard has no such chunks."""
         if (turn, shard) in self._open:
             file, source = self._open[turn, shard]
             table = self.packing.table_bytes
             self._show_more(source, scan_chunks(file, self.packing.chunks, turn, source.chunks, table=table))
             return source
-        # In this order: it may get its name in between.
+        # In this order: the file may be renamed in between.
         found = self._read_open(shard, turn) or self._read_shard(shard)
         if found is None or found.turn != turn:
             return None
@@ -190,7 +192,7 @@ class PackedReader(PackedRows, FollowedPart):
         return found
 
     def _show_more(self, source: Source, chunks: Chunks) -> None:
-        """Let the chunks of a file be found that it did not have before."""
+        """Make the new chunks of a known file readable."""
         shown = self._shown
         first = source.shard * self.packing.chunks
         there = np.flatnonzero(chunks.offsets >= 0)
@@ -200,6 +202,6 @@ class PackedReader(PackedRows, FollowedPart):
         source.chunks = chunks
 
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
         self._let_go((_NEVER, 0))
         super().close()

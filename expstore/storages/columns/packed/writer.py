@@ -1,8 +1,9 @@
-"""A wide field, packed: chunks of a few rows in Zarr shards that are never written to again.
+"""A wide field, packed: chunks of a few rows in Zarr shards that are never changed once finished.
 
-Used by the Zarr storage beside flat columns. Rows come in the order of their slots. A chunk is packed as
-soon as it is full and appended to the shard that is being filled; the rows of the chunk that is not stand
-in the file `partial`, and in memory. It knows slots and turns of the ring, not which rows can be read.
+Used by the Zarr storage together with flat columns. Rows arrive in the order of their slots. A chunk is
+packed as soon as it is full, and appended to the shard that is being filled. The rows of a chunk that is not
+full are in the file `partial`, and in memory. The column knows slots and laps of the ring, not which rows are
+readable.
 """
 
 from __future__ import annotations
@@ -35,42 +36,44 @@ from expstore.storages.format.zarr_metadata import grow_shape
 
 __all__ = ["PackedColumn"]
 
-#: A shard that is made once more; it has no other name before it is complete.
+#: Temporary name of a shard that is written again, until it is complete.
 AGAIN = "again"
-#: A shard is written anew when at least one of so many bytes in it is of no use.
+#: A shard is rewritten when at least one in this many of its bytes is unused.
 _PART = 8
 
 
 class PackedColumn(PackedRows, WrittenPart):
-    """Keep one wide field of all rows, packed.
+    """Store one wide field of all rows, packed.
 
-    Rows are written in the order of their slots, by one thread. What was written can be found again by
-    whoever opens the files after a kill; after a power cut as much as had been synced.
+    Rows are written in the order of their slots, by one thread. After the writer was killed, all written rows
+    can be found again by opening the files; after a power failure, all synced rows.
 
-    Crashes: a chunk's bytes are in the file before its rows leave `partial`, and those on which the last
-    mark depends stay there until another one covers the chunk.
+    Crashes: a chunk's bytes are written to its shard before its rows are removed from `partial`. Rows that
+        the
+    last checkpoint depends on stay in `partial` until another checkpoint covers the chunk.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         folder: The Zarr array's folder.
         entry: The field.
         slots: How many rows a ring has, a multiple of the rows of a chunk; None: the column grows.
-        packing: How it is packed.
+        packing: How the field is packed.
     """
 
     def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
         super().__init__(disk, folder, entry, slots, packing)
-        self._turn = self._next = 0  # where the next row goes
+        self._turn = self._next = 0  # lap and slot of the next row
         self._filling: Filling | None = None
         self._finished: list[Filling] = []
         self._sources: list[Source] = []
-        self._sources_new = False  # whether nothing of them is settled
-        self._scrap: list[Path] = []  # shards of rows that were never published
-        #: How far before each row of the chunk that is not full its bytes are the partner's; 0: nowhere.
+        self._sources_new = False  # whether `settle` has not run since the files were opened
+        self._scrap: list[Path] = []  # shards of rows that were never committed
+        #: For each row of the chunk that is not full, how many rows before it the partner has its bytes; 0:
+        #: none.
         self._away = np.zeros(packing.rows, np.int64)
-        self._former = 0  # length of the frame that was made last
+        self._former = 0  # length of the previous frame, bytes
         self._pack_chunks: Any = None
-        #: So many rows behind a row may have their bytes in it.
+        #: How many rows after a row may be stored by reference to it.
         self.lent = 0
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -89,8 +92,8 @@ class PackedColumn(PackedRows, WrittenPart):
         Args:
             first_id: Id of the first row.
             rows: C-contiguous. Shape `(n, *row shape)`.
-            distances: How many rows before each the partner has the same bytes, which stay as long as this
-                row can be read; 0: nowhere. None: all are 0. Shape `(n,)`.
+            distances: For each row, how many rows before it the partner has the same bytes, which stay as
+                long as this row is readable; 0: nowhere. None: all are 0. Shape `(n,)`.
         """
         if distances is None:
             distances = np.zeros(len(rows), np.int64)
@@ -116,10 +119,10 @@ class PackedColumn(PackedRows, WrittenPart):
                 self._turn, self._next = self._turn + 1, 0
 
     def _written_before(self, turn: int, slot: int, rows: Array) -> int:
-        """Return how many of these rows are there: they come once more if some could not be written.
+        """Return how many of these rows are already written: after a failed write, rows are written again.
 
         Raises:
-            StateError: Others are there.
+            StateError: Other rows were written there.
         """
         behind = self._next - slot + (0 if self.slots is None else (self._turn - turn) * self.slots)
         count = min(behind, len(rows))
@@ -128,7 +131,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return max(count, 0)
 
     def _move_to(self, turn: int, slot: int) -> None:
-        """Go on elsewhere: rows in between will never be read."""
+        """Seek to (lap, slot). Skipped slots hold no readable rows."""
         each = self.packing.rows
         if self._shown.held and (turn, slot // each) != (self._turn, self._next // each):
             self._away[self._next % each :] = 0
@@ -141,7 +144,7 @@ class PackedColumn(PackedRows, WrittenPart):
         inside = slot % each
         held = min(self._shown.held, inside)
         self._turn, self._next = turn, slot - inside + held
-        if held < inside:  # a follower finds a chunk's rows by their being all there
+        if held < inside:  # a follower reads a chunk's raw rows only if all of them are there
             self._away[held:inside] = 0
             self._add_rows(held, self._new_rows()[held:inside])
             self._next = slot
@@ -159,7 +162,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._partial.write(inside, rows)
         self._touch_partial()
         if count == each:
-            self._next = base  # as for a whole chunk
+            self._next = base  # `_add_chunk` expects the chunk's first slot
             self._add_chunk(shown.rows)
             self._next = base + inside
             self._end_partial()
@@ -172,11 +175,11 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def _end_partial(self) -> None:
         self._partial.end()
-        # Whoever holds the former ones goes on reading them.
+        # A new state is set; readers that hold the former one keep reading it.
         self._set_shown(self._shown._replace(base=0, held=0))
 
     def _pack_some(self, rows: Array) -> list[bytes]:
-        """Pack the first chunks of some rows on all cores, if that can be done."""
+        """Pack the first chunks of some rows on all cores; return [] if that is not possible."""
         some = min(len(rows) // self.packing.rows, tuning.PACKED_CHUNKS_TOGETHER)
         how = self.packing.means.unshuffled
         if self._pack_chunks is None or self.packing.shares or how is None:
@@ -186,7 +189,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return chunks
 
     def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:
-        """Write a full chunk, which begins at the next slot; pack it if that was not done."""
+        """Write a full chunk, which begins at the next slot; pack it unless its bytes are given."""
         shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
         filling = self._filling = self._filling or self._begin(shard, self._turn)
         chunk = chunk or self.packing.pack(rows, self._away, former=self._former)
@@ -201,7 +204,7 @@ class PackedColumn(PackedRows, WrittenPart):
             self._end_shard(filling)
 
     def _begin(self, shard: int, turn: int) -> Filling:
-        """Begin a shard."""
+        """Create a shard."""
         path = self.open_path(shard, turn)
         file = self._disk.open(path, create=True)
         try:
@@ -223,7 +226,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._filling = None
 
     def _finish(self, filling: Filling) -> None:
-        """Make a shard of what is there; it gets its name with the next sync."""
+        """Finish a shard; it gets its final name with the next sync."""
         index, end = pack_index(filling.chunks, table=self.packing.table_bytes), filling.chunks.end
         filling.file.write(index, end)
         filling.file.truncate(end + len(index))
@@ -231,7 +234,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._finished.append(filling)
 
     def ends_with(self, last: int) -> bool:
-        """Return whether the column is settled, and this row is the last one that it has."""
+        """Return whether the column is settled and this row is its last one."""
         return not self._sources_new and self.place_behind(last) == (self._turn, self._next)
 
     # -- sync ------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._partial.note_marked()
 
     def name(self, finished: Sequence[Filling]) -> None:
-        """Give finished shards their names: their bytes are on the disk."""
+        """Give finished shards, whose bytes are durable, their final names."""
         while self._scrap:
             self._disk.unlink(self._scrap.pop())
             self.new_folders.add(self.folder)
@@ -257,18 +260,18 @@ class PackedColumn(PackedRows, WrittenPart):
             filling.file.close()
 
     def give_back(self) -> None:
-        """Give back disk space that only a writer needs."""
+        """Free disk space that only a writer needs."""
         self._partial.give_back()
 
     def put_back(self, finished: Sequence[Filling]) -> None:
-        """Take back what `note_mark` returned."""
+        """Undo `note_mark`: its shards are returned again by the next call."""
         self._finished = [*finished, *self._finished]
 
     # -- opening ---------------------------------------------------------------------------------
 
     def open_files(self) -> None:
-        """Find all that is there, the newest rows of each slot; `settle` says afterwards what counts."""
-        self._disk.unlink(self.folder / AGAIN)  # of an opening that was killed
+        """Find all files and the newest rows of each slot; `settle` then decides which rows are valid."""
+        self._disk.unlink(self.folder / AGAIN)  # left by an opening that was killed
         named = []
         for kind, shard, turn in self.shards():
             if kind == "open":
@@ -297,7 +300,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return Filling(shard, turn, file, self._map(file, self._bound), chunks)
 
     def settle(self, last: int, synced: int) -> None:
-        """Continue behind the last row that counts; see `Appender`."""
+        """Continue behind the last valid row; see `Appender`."""
         place, each = self.place_behind(last), self.packing.rows
         (turn, slot), covered = place, self.place_behind(synced)
         shard, inside = slot // self.packing.shard, slot % each
@@ -311,17 +314,17 @@ class PackedColumn(PackedRows, WrittenPart):
         if self._sources_new:
             self._partial.adopt(covered[0], covered[1] // each, covered[1] % each)
             self._sources_new = False
-        if inside:  # before the chunk is cut off that may be all that has them
+        if inside:  # before the chunk is cut off: it may be the only copy of these rows
             self._keep_rest(turn, slot // each, rows)
         self._settle_files(place, again=dead)
         self._show_all([*self._sources, *self._unnamed])
         self._turn, self._next = turn, slot
-        self._away[:inside] = 0  # these stand as they are
+        self._away[:inside] = 0  # these rows are stored as they are
         if inside:
             self._show_rest(slot // each, rows)
 
     def _keep_rest(self, turn: int, chunk: int, rows: Array) -> None:
-        """Have the rows of the chunk that is not full in `partial`."""
+        """Make sure that the rows of the chunk that is not full are in `partial`."""
         if not self._partial.go_on(turn, chunk, rows):
             made = self._partial.begin(turn, chunk)
             self._partial.write(0, rows)
@@ -332,13 +335,13 @@ class PackedColumn(PackedRows, WrittenPart):
         self._touch_partial()
 
     def _show_rest(self, chunk: int, rows: Array) -> None:
-        """Let the rows of the chunk that is not full be found."""
+        """Make the rows of the chunk that is not full readable."""
         held = self._new_rows()
         held[: len(rows)] = rows
         self._set_shown(self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows)))
 
     def _settle_files(self, place: tuple[int, int], *, again: Sequence[Source]) -> None:
-        """Find the shard that is filled, finish those before it, and remove those behind it."""
+        """Find the shard to be filled, finish the shards before it, and remove those after it."""
         (turn, slot), each = place, self.packing.rows
         goal = turn, slot // self.packing.shard
         current = slot // each - goal[1] * self.packing.chunks
@@ -353,7 +356,7 @@ class PackedColumn(PackedRows, WrittenPart):
             else:
                 filling = self._filling = self._forget(filling, current)
             end = filling.chunks.end
-            filling.file.truncate(end)  # what lies behind was never synced
+            filling.file.truncate(end)  # bytes behind it were never synced
             filling.file.truncate(self._bound)
             filling.file.write(filling.file.read(0, end), 0)
             self.touched.add(filling.file)
@@ -367,7 +370,7 @@ class PackedColumn(PackedRows, WrittenPart):
             self._finish(filling)
 
     def _add_full(self, current: tuple[int, int]) -> None:
-        """Add chunks that are full by now to the files in which they are missing: raw rows alone had them."""
+        """Add full chunks that exist only as raw rows to the files in which they are missing."""
         fillings = {(filling.turn, filling.shard): filling for filling in self._unnamed}
         newest: dict[int, int] = {}
         shards: list[Filling | Source] = [*self._unnamed]
@@ -395,10 +398,10 @@ class PackedColumn(PackedRows, WrittenPart):
         return read_index(file, self.packing.chunks, table=self.packing.table_bytes)
 
     def _fill_again(self, former: File, chunks: Chunks, place: tuple[int, int], first: int) -> Filling:
-        """Go on in a shard, up to a chunk, in a file of its own; the former one stays as it is.
+        """Continue a shard from chunk `first` in a new file; the former file is not changed.
 
-        Versions may share a shard that had got its name by rows that were never published. Where both are
-        there the new one counts: it gets its name when all that it takes over is on the disk.
+        Snapshots may share a shard that got its final name with rows that were never committed. If both files
+        exist, the new one is used: it gets its name when all chunks copied to it are synced.
         """
         path, end = self.folder / AGAIN, 0
         file = self._disk.open(path, create=True)
@@ -418,9 +421,9 @@ class PackedColumn(PackedRows, WrittenPart):
         return self._open_shard(shard, turn)
 
     def _forget(self, filling: Filling, first: int) -> Filling:
-        """Drop the chunks of a file from one on: some of their rows were never published.
+        """Drop the chunks of a file from one on, because some of their rows were never committed.
 
-        Whoever reads others of them, or the handle that could not write them all, goes on in the former file.
+        Readers of its other chunks, and a handle that could not write them all, keep using the former file.
         """
         if not (filling.chunks.offsets[first:] >= 0).any():
             return filling
@@ -429,10 +432,10 @@ class PackedColumn(PackedRows, WrittenPart):
     # -- space -----------------------------------------------------------------------------------
 
     def free(self, deleted: Deleted) -> set[File]:
-        """Give back the space of chunks without a row that anybody reads; no file is changed in place.
+        """Free the space of chunks without a readable row; no file is changed in place.
 
-        A finished shard may be a snapshot's as well (a hard link) and never changes: a smaller one takes its
-        name, and whoever reads continues with the former file.
+        A finished shard never changes, because a snapshot may share it (a hard link). A smaller file takes
+        its name, and readers that have the former file open keep using it.
         """
         near = deleted.rows.common(deleted.near.widened(self.packing.rows + self.lent))
         shard = self.packing.shard
@@ -444,7 +447,7 @@ class PackedColumn(PackedRows, WrittenPart):
         return set()
 
     def _unread(self, number: int, dead: Gaps) -> IntArray:
-        """Return which chunks of a shard nobody reads. Shape `(chunks,)`, bool."""
+        """Return which chunks of a shard hold no readable row. Shape `(chunks,)`, bool."""
         each, lent = self.packing.rows, self.lent
         before = number * self.packing.shard + each * np.arange(self.packing.chunks)
         unread: IntArray = dead.counts(before + each + lent) - dead.counts(before) == each + lent
@@ -473,7 +476,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._read_anew(number)
 
     def _write_anew(self, former: File, path: Path, chunks: Chunks, kept: IntArray) -> None:
-        """Put a shard with some of the chunks in the place of one."""
+        """Replace a shard by a file with only the kept chunks."""
         temp, found, end = self.folder / AGAIN, no_chunks(self.packing.chunks), 0
         file = self._disk.open(temp, create=True)
         try:
@@ -490,7 +493,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._disk.rename(temp, path)
 
     def _read_anew(self, number: int) -> None:
-        """Let the rows of a shard be found in its new file."""
+        """Make the rows of a shard readable in its new file."""
         found = self._read_shard(number)
         if found is None:
             return
@@ -500,7 +503,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._sources.append(found)
 
     def close(self) -> None:
-        """Close the files; a mapping goes with the last array over it."""
+        """Close the files; a map is removed with the last array over it."""
         for filling in self._unnamed:
             filling.file.close()
         self._finished, self._filling = [], None

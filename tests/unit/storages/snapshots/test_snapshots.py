@@ -341,7 +341,7 @@ def test_a_folder_that_is_something_else_is_refused(
     with pytest.raises(StateError, match="closed"):
         rb.dumps(tmp_path / "new")
     assert not (tmp_path / "new").exists()
-    with pytest.raises(SnapshotError, match="there are none"):
+    with pytest.raises(SnapshotError, match="it holds no snapshots"):
         find_version(Disk(), tmp_path)
 
 
@@ -350,7 +350,7 @@ def test_two_at_once_in_one_place(store_path: Path, place: Path, make_batch: Mak
         rb.extend(make_batch(3))
         rb.dumps(place)
         lock = WriterLock(Disk(), place / "LOCK")
-        with pytest.raises(LockedError, match="makes a version"):
+        with pytest.raises(LockedError, match="another snapshot is being made"):
             rb.dumps(place)
         lock.release()
         assert rb.dumps(place).number == 2
