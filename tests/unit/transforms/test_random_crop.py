@@ -94,7 +94,7 @@ def test_what_cannot_be_cropped_is_told() -> None:
     data = trajectories(2, 4).set("mask", torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool())
     with pytest.raises(RuntimeError, match="length 2 when the minimum trajectory length is 1"):
         RandomCropTensorDict(2, mask_key="mask")(data)
-    with pytest.raises(SchemaError, match=r"mask of the same shape.*'mask' says"):
+    with pytest.raises(SchemaError, match=r"mask of the same shape.*'mask' must have one flag"):
         RandomCropTensorDict(2, mask_key="mask")(data.set("mask", torch.ones(2, 4, 1).bool()))
     with pytest.raises(RuntimeError, match="sample_dim=-3 is no dim"):
         RandomCropTensorDict(2, sample_dim=-3)(data)
