@@ -1,4 +1,4 @@
-"""Packages whose names load when first used: the stub beside `__init__.py` lists them, once.
+"""Lazy imports of a package's public names, which its stub `__init__.pyi` lists.
 
 Used by `__init__.py` of packages with public names, so that importing a package costs nothing. Type checkers
 read the same stub. It imports nothing of expstore by itself.
@@ -15,10 +15,10 @@ __all__ = ["attach"]
 
 
 def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package: they load what its `__init__.pyi` imports.
+    """Return `__getattr__` and `__dir__` for a package: they import what its `__init__.pyi` imports.
 
-    What the stub imports from a module is a name of the package and of its `__all__`; what it imports from a
-    package is a module, and an attribute alone.
+    A name that the stub imports from a module becomes a name of the package and of its `__all__`. A module
+    that the stub imports from a package becomes an attribute only.
 
     Args:
         package: `__name__` of the package.

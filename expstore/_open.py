@@ -47,7 +47,7 @@ from expstore.writers.writers import Writer
 __all__ = ["open"]
 
 _logger = logging.getLogger("expstore")
-#: What a new store is unless somebody says otherwise.
+#: The default settings of a new store.
 _NEW = Settings(flatten=True, new_layout=ColumnLayout("auto"))
 
 #: Settings by the keyword that takes them.

@@ -12,7 +12,7 @@ Every module raises from this tree; nothing here reads or writes anything::
     │   └── NoRowError (IndexError)     no row with this index
     ├── NotReadyError  (RuntimeError)   fewer rows than the call needs; try again later
     ├── StateError     (RuntimeError)   closed, poisoned, or not open for writing
-    │   └── LockedError                 somebody else has the store open for writing
+    │   └── LockedError                 another process has the store open for writing
     ├── StorageError   (OSError)        reading or writing failed
     │   ├── CorruptionError             bytes on disk are not what was written
     │   └── RemoteError (ConnectionError)  a server does not answer, or refuses who asks

@@ -61,7 +61,7 @@ def check_drawing(
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"prefetch must be at least 0, got {prefetch}")
     if pin_memory and not torch.accelerator.is_available():
-        raise ValueError("pin_memory is for copies to an accelerator, and there is none; leave it False")
+        raise ValueError("pin_memory=True needs an accelerator, and torch finds no device; leave it False")
     _check_device(device)
 
 

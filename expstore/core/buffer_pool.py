@@ -1,7 +1,7 @@
-"""The memory of a large batch that nobody holds any more, kept for the next one.
+"""A pool that keeps the memory of a large batch for the next one, after the batch was garbage-collected.
 
-Used by columns, on disk and in RAM. Fresh memory comes from the system page by page, each filled with zeros
-first, which takes as long as copying the rows does. It never hands memory out that anything still refers to.
+Used by columns, on disk and in RAM. The system provides new memory page by page and fills each page with
+zeros, which takes as long as copying the rows. Memory that anything still refers to is never reused.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from expstore.core.values import Array
 
 __all__ = ["LEAST_BYTES", "Recycled"]
 
-#: Smaller arrays get memory that the allocator has at hand.
+#: The allocator reuses memory for smaller arrays itself.
 LEAST_BYTES = 1 << 20
-#: Larger ones would be too much to keep.
+#: Larger arrays would be too much memory to keep.
 _MOST_BYTES = 1 << 26
 
 
 class Recycled:
-    """Make arrays, in the memory of one that is gone where there is such.
+    """Create arrays, if possible in the memory of an array that no longer exists.
 
-    At most one array's memory is kept: that of a loop that lets go of a batch when it has the next.
+    The memory of at most one array is kept: enough for a loop that drops a batch when it has the next one.
     Threads may share it.
     """
 
@@ -32,11 +32,11 @@ class Recycled:
         self._kept: list[Array] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array of any values.
+        """Return an uninitialized array.
 
         Args:
-            shape: Its own.
-            dtype: Of its values.
+            shape: The array's shape.
+            dtype: The array's dtype.
         """
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if not LEAST_BYTES <= size <= _MOST_BYTES:
@@ -47,8 +47,8 @@ class Recycled:
             memory = np.empty(0, np.uint8)
         if memory.size != size:
             memory = np.empty(size, np.uint8)
-        # Views of an array refer to the last one that is no view of another. What is made of a memoryview is
-        # none, so whoever has a view of `lent`, or a tensor, has `lent`.
+        # A view refers to the array at the end of its chain of views. An array made from a memoryview is such
+        # an end, so every view of `lent`, and every tensor, keeps `lent` alive.
         lent = np.frombuffer(memory.data, np.uint8)
         weakref.finalize(lent, self._back, memory).atexit = False
         return lent.view(dtype).reshape(shape)

@@ -1,7 +1,7 @@
-"""Runs of ids that were given up, between others that can be read.
+"""Runs of deleted ids between ids that can be read.
 
-Part of every window of rows: a repair gives up rows whose bytes are lost, retention rows that nobody wants.
-Some 100,000 runs cost no more than a few: every question is a binary search. It touches no files.
+Part of every window of rows: a repair deletes rows whose bytes are lost, retention deletes rows that are no
+longer wanted. 100,000 runs cost no more than a few: every look-up is a binary search. It touches no files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Ids = NDArray[np.int64]
 
 
 class Gaps:
-    """Keep runs of ids, ascending and apart; they never change.
+    """Immutable, ascending runs of ids that do not touch one another.
 
     Args:
         first: First id of each run, ascending. Shape `(n,)`, int64.
@@ -40,7 +40,7 @@ class Gaps:
 
     @classmethod
     def of(cls, runs: Iterable[tuple[int, int]]) -> Gaps:
-        """Return what holds the same ids as these runs: (first, last) of each, in any order."""
+        """Return the ids of runs, given as (first, last) in any order."""
         if isinstance(runs, Gaps):
             return runs
         pairs = np.array(list(runs), np.int64).reshape(-1, 2)
@@ -48,7 +48,7 @@ class Gaps:
 
     @classmethod
     def merged(cls, first: _Ids, last: _Ids) -> Gaps:
-        """Return what holds the same ids as runs in any order, that may overlap. Shapes `(n,)`."""
+        """Return the ids of runs in any order, which may overlap. Shapes `(n,)`."""
         if not first.size:
             return NO_GAPS
         order = np.argsort(first, kind="stable")

@@ -1,7 +1,7 @@
-"""How fast a store may be sampled from while it is written to: rate limiters with Reverb's laws and words.
+"""Rate limiters of the ratio of sampled to inserted rows, with Reverb's rules and terms.
 
-Given to buffers, which ask before they draw and before they write; a server can ask without waiting. It
-counts rows; it never touches any, and what it has counted the storage keeps.
+Buffers call them before they draw and before they write; a server can call them without waiting. A limiter
+counts rows but never reads them; the storage stores its counts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from expstore.errors import NotReadyError, StateError
 
 __all__ = ["Limited", "MinSize", "RateLimiter", "SampleToInsertRatio"]
 
-#: Who waits looks up so often: rows may leave, and a signal may come, without a word.
+#: Poll interval of waiting threads: removed rows and signals do not notify them.
 _LOOK_SECONDS = 0.1
 
 
 class Limited(Protocol):
-    """What a limiter needs of a storage."""
+    """The part of a storage that a limiter uses."""
 
     @property
     def capacity(self) -> int | None:
@@ -34,42 +34,43 @@ class Limited(Protocol):
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever inserted."""
+        """Number of rows that were ever inserted."""
 
     @property
     def draws(self) -> DrawState:
-        """The state of the draws, which keeps what a limiter has counted."""
+        """The state of the draws, which stores a limiter's counts."""
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """Whether the storage is closed."""
 
     def __len__(self) -> int: ...
 
 
 class RateLimiter:
-    """Let rows in and out as long as the ratio of both stays within bounds.
+    """Block inserts and samples so that their ratio stays within bounds.
 
-    Stage 1, while fewer than `min_size_to_sample` rows can be read: rows may be inserted, none sampled.
+    Stage 1, while fewer than `min_size_to_sample` rows can be read: rows may be inserted but not sampled.
     Stage 2: with `error = inserted * samples_per_insert - sampled`, rows may be sampled if the error is at
-    least `min_diff` afterwards, and inserted if it is at most `max_diff` afterwards (the law of
-    reverb/cc/rate_limiter.cc, for batches of rows). Inserted are all rows that were ever written to the
-    store, sampled those that were handed out under these settings, of sequences their anchors. A store that
-    was not limited before, or by other settings, or was written to without, begins without an error.
+    least `min_diff` afterwards, and inserted if it is at most `max_diff` afterwards (the rule of
+    reverb/cc/rate_limiter.cc, for batches of rows). `inserted` counts all rows that were ever written to the
+    store. `sampled` counts the rows that were returned under these settings; of a sequence only its anchor
+    counts. The error begins at its target if the store had no limiter before, or one with other settings, or
+    was written to without it.
 
-    Threads: any number wait, each until its call may go on; Ctrl-C ends a wait, `close` of the buffer all
-    of them. Processes: counts are the writer's; followers neither count nor wait. Crashes: after a kill
-    both counts go on; after a power cut `sampled` is that of the last sync.
+    Threads: any number wait, each until its call is allowed; Ctrl-C ends a wait, `close` of the buffer ends
+    all of them. Processes: only the writer counts; readers neither count nor wait. Crashes: after a kill both
+    counts continue; after a power cut `sampled` is the count at the last sync.
 
     Args:
-        samples_per_insert: How often each row is to be sampled on average.
-        min_size_to_sample: So many rows must be readable before any is sampled.
-        min_diff: The least error; -inf: any.
-        max_diff: The largest error; inf: any.
-        timeout: Seconds that a call waits; 0: it fails at once; None: it waits for ever.
+        samples_per_insert: How often each row is sampled on average.
+        min_size_to_sample: Number of rows that must be readable before any row is sampled.
+        min_diff: The smallest error; -inf for no bound.
+        max_diff: The largest error; inf for no bound.
+        timeout: Seconds that a call waits; 0 to fail at once; None to wait without a limit.
 
     Raises:
-        ValueError: The bounds could keep both sides waiting for ever, or an argument has no meaning.
+        ValueError: The bounds could block both sides forever, or an argument is out of range.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RateLimiter:
         if not max_diff - min_diff >= 2 * max(1.0, samples_per_insert):
             raise ValueError(
                 f"error_buffer spans {max_diff - min_diff:g}; below 2 * max(1, samples_per_insert) = "
-                f"{2 * max(1.0, samples_per_insert):g} it could block both sides for ever"
+                f"{2 * max(1.0, samples_per_insert):g} it could block both sides forever"
             )
         if min_diff > samples_per_insert * min_size_to_sample:
             raise ValueError(
@@ -107,10 +108,10 @@ class RateLimiter:
         self._changed = threading.Condition()
         self._storage: Callable[[], Limited | None] = lambda: None
         self._closed = False
-        self._inserting = self._sampling = 0  # rows of calls that may go on and have not come back
-        self._newest = (0, 0)  # rows asked for by the newest insert and the newest sample
+        self._inserting = self._sampling = 0  # rows of calls that are allowed and have not finished
+        self._newest = (0, 0)  # rows of the newest insert and the newest sample
 
-    # -- what a buffer does ----------------------------------------------------------------------
+    # -- called by buffers -----------------------------------------------------------------------
 
     def check(self, capacity: int | None) -> None:
         """Raise ValueError if no row could ever be sampled from a store of this capacity."""
@@ -123,15 +124,15 @@ class RateLimiter:
         """Limit a storage from now on.
 
         Raises:
-            ValueError: No row could ever be sampled from it.
-            StateError: Another one that is open is limited already.
+            ValueError: No row could ever be sampled from the storage.
+            StateError: The limiter already limits another open storage.
         """
         self.check(storage.capacity)
         with self._changed:
             former = self._storage()
             if former is not None and former is not storage and not self._closed:
                 raise StateError(
-                    "this limiter is another store's already", hint="give each buffer a limiter of its own"
+                    "this limiter already belongs to another store", hint="create a limiter for each buffer"
                 )
             self._storage, self._closed = weakref.ref(storage), False
             sampled, settings = storage.draws.limits
@@ -144,27 +145,29 @@ class RateLimiter:
 
     @property
     def _settings(self) -> int:
-        """A number that other settings do not have; never 0."""
+        """A hash of the settings; never 0."""
         numbers = self.samples_per_insert, self.min_size_to_sample, self.min_diff, self.max_diff
         return zlib.crc32(struct.pack("<dqdd", *numbers)) or 1
 
     def close(self) -> None:
-        """End all waits; who waited is told that the store is closed."""
+        """End all waits: they raise StateError, which says that the store is closed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     @contextmanager
     def inserting(self, rows: int, *, needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Wait until so many rows may be inserted, which the block does; the storage counts them itself.
+        """Wait until a number of rows may be inserted, as a context manager around the insert.
+
+        The storage counts inserted rows itself.
 
         Args:
-            rows: How many.
-            needless: Says that they will not be, after all: then nothing is waited for.
+            rows: The number of rows.
+            needless: Returns True if the insert turns out to be unnecessary, which ends the wait.
 
         Raises:
-            NotReadyError: They may not, and the time is over (kind "rate_limited").
-            ValueError: So many may never be inserted at once.
+            NotReadyError: The timeout passed (kind "rate_limited").
+            ValueError: This number of rows can never be inserted at once.
             StateError: The store is closed.
         """
         with self._changed:
@@ -182,11 +185,14 @@ class RateLimiter:
 
     @contextmanager
     def sampling(self, rows: int) -> Iterator[Callable[[int], None]]:
-        """Wait until so many rows may be sampled, which the block does; it says how many by what it is given.
+        """Wait until a number of rows may be sampled, as a context manager around the sampling.
+
+        Yields:
+            A function to call with the number of rows that were sampled.
 
         Raises:
-            NotReadyError: They may not, and the time is over (kind "rate_limited").
-            ValueError: So many may never be sampled at once.
+            NotReadyError: The timeout passed (kind "rate_limited").
+            ValueError: This number of rows can never be sampled at once.
             StateError: The store is closed.
         """
         with self._changed:
@@ -206,20 +212,20 @@ class RateLimiter:
             storage = self._open_storage()
             storage.draws.note_limits(storage.draws.limits[0] + rows, self._settings)
 
-    # -- what may be asked at any time -----------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
     def can_sample(self, rows: int = 1) -> bool:
-        """Return whether so many rows may be sampled now."""
+        """Return whether a number of rows may be sampled now."""
         with self._changed:
             return self._may_sample(self._open_storage(), rows)
 
     def can_insert(self, rows: int = 1) -> bool:
-        """Return whether so many rows may be inserted now."""
+        """Return whether a number of rows may be inserted now."""
         with self._changed:
             return self._may_insert(self._open_storage(), rows)
 
     def describe(self) -> dict[str, Any]:
-        """Return settings, counts and who waits, in a form that JSON can keep."""
+        """Return the settings, the counts and the error, as JSON values."""
         with self._changed:
             storage = self._open_storage()
             inserted, sampled = storage.write_count, storage.draws.limits[0]
@@ -262,16 +268,16 @@ class RateLimiter:
             left = math.inf if due is None else due - time.monotonic()
             if left <= 0:
                 raise refusal(storage, rows)
-            del storage  # a buffer that is forgotten meanwhile is to go
+            del storage  # do not keep a buffer alive that was dropped meanwhile
             self._changed.wait(min(left, _LOOK_SECONDS))
 
     def _check_rows(self, rows: float, what: str) -> None:
-        """Raise ValueError if no error is small or large enough for so many rows at once."""
+        """Raise ValueError if no error allows this number of rows at once."""
         span = self.max_diff - self.min_diff
         if rows > span:
             raise ValueError(
                 f"{what} moves the error by {rows:g}, more than the {span:g} that error_buffer spans: it "
-                f"would wait for ever; take fewer rows at once, or a larger error_buffer"
+                f"would wait forever; use fewer rows at once, or a larger error_buffer"
             )
 
     def _check_stuck(self, storage: Limited) -> None:
@@ -285,7 +291,7 @@ class RateLimiter:
             raise ValueError(
                 f"inserts of {inserts} rows and samples of {samples} wait for one another: error_buffer "
                 f"spans {self.max_diff - self.min_diff:g}, rows * samples_per_insert + batch size is "
-                f"{inserts * self.samples_per_insert + samples:g}; take a larger error_buffer"
+                f"{inserts * self.samples_per_insert + samples:g}; use a larger error_buffer"
             )
 
     def _refuse_sample(self, storage: Limited, rows: int) -> NotReadyError:
@@ -310,29 +316,29 @@ class RateLimiter:
 
     def _refusal(self, text: str, act: str) -> NotReadyError:
         waited = f" (waited {self.timeout:g} s)" if self.timeout else ""
-        return NotReadyError(f"{text}{waited}", kind="rate_limited", hint=f"{act}, or give a longer timeout")
+        return NotReadyError(f"{text}{waited}", kind="rate_limited", hint=f"{act}, or pass a longer timeout")
 
-    # -- copies in other processes, which are not limited ------------------------------------------
+    # -- copies in other processes, which do not limit ---------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the settings; what is limited, and who waits, stays here."""
+        """Return the settings, without the storage and the waiting threads."""
         names = ("samples_per_insert", "min_size_to_sample", "min_diff", "max_diff", "timeout")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over settings."""
+        """Restore the settings; the copy limits no storage."""
         self.__dict__.update(state)
         self._begin()
 
 
 class MinSize(RateLimiter):
-    """Sample only while so many rows can be read; insert at any time.
+    """Allow samples only while a minimum of rows can be read; allow inserts at any time.
 
     Threads, processes, crashes: as `RateLimiter`.
 
     Args:
-        min_size_to_sample: So many rows.
-        timeout: Seconds that `sample` waits; 0: it fails at once; None: it waits for ever.
+        min_size_to_sample: Number of rows that must be readable.
+        timeout: Seconds that `sample` waits; 0 to fail at once; None to wait without a limit.
 
     Example:
         >>> rb = expstore.open("run.exp", batch_size=32, batches={"rate_limiter": MinSize(1000)})
@@ -351,16 +357,19 @@ class SampleToInsertRatio(RateLimiter):
     Threads, processes, crashes: as `RateLimiter`.
 
     Args:
-        samples_per_insert: How often each row is to be sampled on average.
-        min_size_to_sample: So many rows must be readable before any is sampled; until then all inserts go on.
-        error_buffer: How far the number of rows sampled may be from what the ratio asks for, counted from
-            the moment at which `min_size_to_sample` rows were there; or a pair, the least and the largest
-            `inserted * samples_per_insert - sampled`. Batches move it as a whole: it takes at least half of
-            (rows per extend) * samples_per_insert + batch size, or both sides may wait for one another.
-        timeout: Seconds that `sample`, `extend` and `add` wait; 0: they fail at once; None: for ever.
+        samples_per_insert: How often each row is sampled on average.
+        min_size_to_sample: Number of rows that must be readable before any row is sampled; until then every
+            insert is allowed.
+        error_buffer: How far the number of sampled rows may differ from the number that the ratio requires,
+            counted from the moment at which `min_size_to_sample` rows were readable; or a pair, the smallest
+            and the largest `inserted * samples_per_insert - sampled`. A batch moves this error at once, so it
+            must be at least half of (rows per extend) * samples_per_insert + batch size; otherwise both sides
+            may wait for one another.
+        timeout: Seconds that `sample`, `extend` and `add` wait; 0 to fail at once; None to wait without a
+            limit.
 
     Raises:
-        ValueError: The bounds could keep both sides waiting for ever.
+        ValueError: The bounds could block both sides forever.
 
     Example:
         >>> limiter = SampleToInsertRatio(4.0, min_size_to_sample=1000, error_buffer=2000)

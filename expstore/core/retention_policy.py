@@ -1,7 +1,7 @@
-"""Which rows of a store that grows are to stay: a policy, as users write it and as expstore.json keeps it.
+"""The retention policy of an unbounded store, as users write it and as expstore.json stores it.
 
-Used by `expstore.open` and the command line, and by `expstore.buffers.retention`, which applies it. It looks
-at no rows.
+Used by `expstore.open` and the command line, and by `expstore.buffers.retention`, which applies it. It reads
+no rows.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ _AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Retain:
-    """Say which rows are to stay; whole episodes leave, and none that is still open.
+    """A policy that says which rows to keep. Only whole episodes that have ended are deleted.
 
-    An episode leaves as soon as one of these says so. None of them: all rows stay.
+    An episode is deleted if any of the arguments says so. Without arguments, all rows are kept.
 
     Args:
-        bytes: The rows that stay take at most so much space in the columns: the oldest episodes leave until
-            they do. A number, or text such as "10GB" or "512MiB".
-        age: Episodes leave that ended longer ago than this. Seconds, or text such as "7d", "12h" or "30m".
-        where: A boolean SQL expression over a row and its `episode`, as of a sampler's `where`: episodes stay
-            of which it holds for at least one row. For conditions on the episode alone, that is for all.
+        bytes: The most space of the kept rows in the columns: the oldest episodes are deleted until the rest
+            fits. A number of bytes, or text such as "10GB" or "512MiB".
+        age: Episodes that ended longer ago are deleted. Seconds, or text such as "7d", "12h" or "30m".
+        where: A boolean SQL expression over a row and its `episode`, as in a sampler's `where`. Episodes with
+            at least one row for which it is true are kept. (A condition on the episode alone is true for all
+            of its rows or for no row.)
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: An argument has another form.
 
     Example:
         >>> Retain(bytes="10GB", where="episode.return > 100")
@@ -52,11 +53,11 @@ class Retain:
         object.__setattr__(self, "bytes", parse_bytes(self.bytes))
         object.__setattr__(self, "age", parse_age(self.age))
         if self.where is not None and not (isinstance(self.where, str) and self.where.strip()):
-            raise ValueError(f"where is an SQL expression, got {self.where!r}")
+            raise ValueError(f"where must be an SQL expression, got {self.where!r}")
 
     @classmethod
     def of(cls, given: Retain | Mapping[str, Any]) -> Retain:
-        """Return what was given as a policy, or as a dict of its parts.
+        """Return a policy that a user passed as a `Retain` or as a dict of its arguments.
 
         Raises:
             ValueError: It is neither.
@@ -68,7 +69,7 @@ class Retain:
         return cls(**given)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what expstore.json keeps; {}: all rows stay."""
+        """Return the value for expstore.json; {} if all rows are kept."""
         kept = {"bytes": self.bytes, "age": self.age, "where": self.where}
         return {name: value for name, value in kept.items() if value is not None}
 
@@ -77,10 +78,10 @@ class Retain:
 
 
 def parse_bytes(given: Any) -> int | None:
-    """Return a number of bytes, given so or as text such as "10GB".
+    """Return a number of bytes, passed as a number or as text such as "10GB".
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a number of bytes, or below 1.
     """
     value = _amount(given, _BYTES)
     if value is not None and not value >= 1:
@@ -89,10 +90,10 @@ def parse_bytes(given: Any) -> int | None:
 
 
 def parse_age(given: Any) -> float | None:
-    """Return a number of seconds, given so or as text such as "7d".
+    """Return a number of seconds, passed as a number or as text such as "7d".
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a number of seconds, or is negative or infinite.
     """
     value = _amount(given, _SECONDS)
     if value is not None and not (math.isfinite(value) and value >= 0):
@@ -101,7 +102,7 @@ def parse_age(given: Any) -> float | None:
 
 
 def _amount(given: Any, units: Mapping[str, float]) -> float | None:
-    """Return a number, in the smallest of some units; NaN: it is none."""
+    """Return an amount in the smallest of the units; NaN if it is not an amount, None for None."""
     if given is None:
         return None
     if isinstance(given, str):

@@ -41,7 +41,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     """Return a nested key as a tuple.
 
     Raises:
-        TypeError: It is no key.
+        TypeError: It is not a key.
 
     >>> to_key("reward"), to_key(("next", "reward"))
     (('reward',), ('next', 'reward'))
@@ -54,14 +54,14 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
 
 
 def given_key(argument: str, value: Any) -> Key:
-    """Return a key that somebody has given, as a tuple.
+    """Check a key passed by a user and return it as a tuple.
 
     Args:
-        argument: What it is called where it was given.
-        value: What was given.
+        argument: Name of the argument, for error messages.
+        value: The value that the user passed.
 
     Raises:
-        TypeError: It is no key.
+        TypeError: It is not a key.
     """
     if not isinstance(value, str | tuple | list) or not value or not all(isinstance(p, str) for p in value):
         raise TypeError(f"{argument} is the key of a field, a name or a tuple of names, got {value!r}")

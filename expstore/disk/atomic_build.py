@@ -1,6 +1,6 @@
-"""What is made stands aside until it is whole, and goes if it does not become so.
+"""Build a file or folder under a temporary name, rename it into place, or remove it on failure.
 
-Used by exports, imports and merges. It knows folders, not what is in them.
+Used by exports, imports and merges. It does not depend on what is built.
 """
 
 from __future__ import annotations
@@ -16,42 +16,47 @@ from expstore.errors import LockedError, StateError, StorageError
 
 __all__ = ["LOCK", "making"]
 
-#: What stands aside is called like what it becomes, and this.
+#: Suffix of the temporary folder's name.
 SCRAP = ".tmp"
-#: A file in it that is no part of what is made.
+#: The lock file in the temporary folder, which is not part of the result.
 LOCK = "LOCK"
 
 
 @contextmanager
 def making(disk: Disk, target: Path, *, single: bool = False, doing: str = "exports to") -> Iterator[Path]:
-    """Make a folder beside a target, which becomes that, or goes if there is an error.
+    """Create a temporary folder next to a target; rename it to the target at the end, remove it on an error.
 
     Args:
-        disk: Where files are touched.
-        target: What is to be there, whole or not at all. Nothing is there yet.
-        single: It is to be what bears its name in the folder: a file, or a store.
-        doing: What is being done with the target, for messages.
+        disk: Access to files.
+        target: The path to create, completely or not at all. It must not exist yet.
+        single: Whether the result is the entry of the folder with the target's name (a file or a store)
+            instead of the whole folder.
+        doing: What the caller does with the target, for error messages.
 
     Yields:
-        The folder. What is in it must be synced by the end.
+        The temporary folder. The caller must have synced its content at the end of the block.
 
     Raises:
-        LockedError: Somebody else makes this target just now.
-        StateError: Somebody else has made it meanwhile.
+        LockedError: Another process or thread builds this target at the moment.
+        StateError: Another process or thread has created the target meanwhile.
     """
     aside = target.with_name(target.name + SCRAP)
     disk.make_dir(aside)
     try:
         lock = WriterLock(disk, aside / LOCK)
     except LockedError as exc:
-        raise LockedError(f"somebody else {doing} {target} just now", hint="choose another path") from exc
+        raise LockedError(
+            f"another process or thread {doing} {target} at the moment", hint="choose another path"
+        ) from exc
     try:
-        for name in disk.names(aside):  # of one that was killed
+        for name in disk.names(aside):  # left by a process that was killed
             if name != LOCK:
                 _remove(disk, aside / name)
         yield aside
         if disk.exists(target):
-            raise StateError(f"{target} was made by somebody else meanwhile", hint="choose another path")
+            raise StateError(
+                f"another process or thread has created {target} meanwhile", hint="choose another path"
+            )
         if single:
             disk.rename(aside / target.name, target)
             disk.remove_tree(aside)

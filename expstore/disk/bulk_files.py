@@ -1,7 +1,6 @@
-"""Many closed files at once: given second names, read, brought to the disk, removed.
+"""Operations on many closed files at once: hard-link, read, sync, remove.
 
-Used to make versions and to put them back. It goes through a `Disk`, act by act
-where that has its own.
+Used to create and restore versions. It uses the operations of a `Disk` one by one if a test replaced them.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from expstore.errors import StorageError
 
 __all__ = ["Links", "read_all", "remove_files", "start_links", "sync_paths"]
 
-#: So many closed files are opened together to be synced.
+#: Number of closed files that are opened together to be synced.
 _TOGETHER = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Name files of one folder that are to get second names in another.
+    """Files of one folder to hard-link into another folder.
 
     Args:
-        old: Where they are.
-        new: Where they are to be, under the same names.
-        names: Which ones.
-        size: Their length: one of another length, or a missing one, is left out.
+        old: The folder with the files.
+        new: The folder for the links, which have the same names.
+        names: Names of the files.
+        size: Their length in bytes: missing files and files of another length are skipped.
     """
 
     old: Path
@@ -105,7 +104,7 @@ def start_links(
 
 
 def remove_files(disk: Disk, path: Path, pool: ThreadPoolExecutor) -> None:
-    """Remove the files of a folder and of those in it, fast; what cannot be is left to `Disk.remove_tree`."""
+    """Remove the files of a folder and of its subfolders, fast; `Disk.remove_tree` removes what remains."""
     if not disk.in_bulk or disk.kernels is None or sys.platform != "linux":
         return
     with ExitStack() as folders:

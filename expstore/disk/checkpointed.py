@@ -1,4 +1,4 @@
-"""What a checkpoint asks of everything that has files: one protocol, in the order in which it is called.
+"""The interface through which a checkpoint syncs the parts of a store that have files.
 
 Used by the checkpointer of a store, and implemented by columns, checksums, sample counts, logs and keys.
 """
@@ -60,31 +60,31 @@ class Checkpointed(ABC):
     """
 
     def flush(self) -> None:
-        """Write to the files what is in memory only."""
+        """Write data that is only in memory to the files."""
 
     @abstractmethod
     def begin(self, checkpoint: Checkpoint) -> Dirty:
-        """Return, once, what no checkpoint covers."""
+        """Return the files and folders that no checkpoint covers, each only once."""
 
     def prepare(self, checkpoint: Checkpoint) -> None:
-        """Write what describes the bytes that are about to be synced, into files that `begin` returned."""
+        """Write data about the bytes to be synced, such as checksums, into files that `begin` returned."""
 
     def synced(self) -> None:
-        """Follow the fsync of what `begin` returned."""
+        """Finish what needs the fsync of the files and folders that `begin` returned."""
 
     def completed(self, *, tidy: bool) -> None:
-        """Follow the fsync of the checkpoint record.
+        """Finish what needs the fsync of the checkpoint record.
 
         Args:
-            tidy: Whether files may be removed or replaced: no snapshot is being copied.
+            tidy: Whether files may be removed or replaced, because no snapshot is being copied.
         """
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Take back the files and folders that `begin` returned, because they were not synced."""
 
 
 def take_all(things: set[_Thing]) -> set[_Thing]:
-    """Empty a set to which another thread may be adding; return what was in it."""
+    """Remove and return all elements of a set to which another thread may be adding."""
     found: set[_Thing] = set()
     while things:
         found.add(things.pop())

@@ -1,7 +1,7 @@
-"""A lock that is taken in turn.
+"""A fair lock: threads acquire it in the order in which they asked for it.
 
-Used by storages: threads that extend at once take turns, however soon one of them comes again. It knows
-nothing of what it guards.
+Used by storages, so that threads that extend at the same time take turns, however soon one of them asks
+again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _acquire, _release = _ReentrantLock.acquire, _ReentrantLock.release
 
 
 class FairLock(_ReentrantLock):  # type: ignore[misc]
-    """A re-entrant lock that nobody takes while another thread waits for it.
+    """A re-entrant lock that is acquired in first-in, first-out order.
 
-    A plain one goes to whoever asks first after its release. That is mostly the thread that has just
-    released it, again and again, since the others take longer to wake up. Here threads that have to wait
-    form a queue; its head waits for the lock itself, the others for their predecessor.
+    A plain RLock is acquired by the first thread that asks after its release. That is mostly the thread that
+    has just released it, again and again, because the others take longer to wake up. Here waiting threads
+    form a queue. The first one waits for the lock itself, each other one for its predecessor.
 
-    Threads: any number; who comes while n others wait or hold it is the (n+1)th to get it. Processes: not
-    across them. Interrupts: a KeyboardInterrupt while it is being taken leaves it as it was.
+    Threads: any number; a thread that asks while n others wait for it or hold it gets it as the (n+1)th.
+    Processes: not shared. Interrupts: a KeyboardInterrupt during an acquire leaves the lock unchanged.
 
     Example:
         >>> lock = FairLock()
@@ -36,14 +36,14 @@ class FairLock(_ReentrantLock):  # type: ignore[misc]
     def __init__(self) -> None:
         self._queue: deque[threading.Lock] = deque()
 
-    # What gives the lock back is the base class's own: written in Python, an interrupt could come before it.
+    # `release` is the base class's: before a release written in Python, an interrupt could be raised.
 
     def __enter__(self) -> bool:
-        """Take the lock, in turn."""
+        """Acquire the lock, after the threads that asked before."""
         if self._is_owned():
             try:
                 return bool(_acquire(self))
-            except BaseException:  # it does not wait: an interrupt came after it was taken
+            except BaseException:  # it does not wait: the interrupt was raised after the acquire
                 _release(self)
                 raise
         try:
@@ -56,11 +56,11 @@ class FairLock(_ReentrantLock):  # type: ignore[misc]
             raise
 
     def acquire(self) -> bool:
-        """Take the lock, in turn; `release` gives it back."""
+        """Acquire the lock, after the threads that asked before."""
         return self.__enter__()
 
     def _wait(self, gate: threading.Lock) -> bool:
-        """Take the lock when all who came before have had it."""
+        """Queue this thread and acquire the lock when it is first."""
         gate.acquire()
         try:
             self._queue.append(gate)
@@ -70,12 +70,12 @@ class FairLock(_ReentrantLock):  # type: ignore[misc]
             self._leave(gate)
             return True
         except BaseException:
-            self._leave(gate)  # also where that was interrupted
+            self._leave(gate)  # also if `_leave` itself was interrupted
             raise
 
     def _leave(self, gate: threading.Lock) -> None:
-        """Leave the queue, if need be, and tell its head that it is the head."""
+        """Remove a thread from the queue, if it is still there, and wake the first thread of the queue."""
         with suppress(ValueError):
             self._queue.remove(gate)
-        with suppress(IndexError, RuntimeError):  # nobody waits, or it knows already
+        with suppress(IndexError, RuntimeError):  # the queue is empty, or its first thread is awake already
             self._queue[0].release()

@@ -1,7 +1,7 @@
 """The only module that touches files: open, pwrite, sync, rename, unlink, allocate, map, lock.
 
-Used by everything that keeps bytes on disk; tests put a `Disk` of their own in its place to stop or
-fail the N-th act. It knows nothing of stores, records or rows.
+Used by everything that stores bytes on disk. Tests replace `Disk` to stop or fail the N-th operation. It does
+not know about stores, records or rows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["Disk", "File", "ReadingDisk", "address_of", "link_error", "link_if"]
 
 _Ints = NDArray[np.int64]
 
-#: Above this many bytes a write gives the GIL away: the copy then takes longer than a thread switch.
+#: A write of more bytes releases the GIL: its copy takes longer than a thread switch.
 KEEP_GIL_BYTES = 256 * 1024
 _SYNC_GROUPS = 4
-#: What a file system says that has no hard links, or none of this file.
+#: Errors of a file system that does not support hard links, or not of this file.
 _CANNOT_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES, errno.ENOENT}
 _CAREFULLY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _RANGE_WRITE = 2  # SYNC_FILE_RANGE_WRITE
@@ -48,13 +48,13 @@ _HINTS = {
     "disk_full": "free space on this disk, then try again",
     "read_only": "mount the file system for writing; open(mode='r') reads a store and writes nothing",
 }
-#: Acts whose failure leaves nobody knowing what is on the disk.
+#: Operations after whose failure the content of the disk is unknown.
 _SYNCS = {"sync", "sync_dir"}
 
 _F_FULLFSYNC = 51  # macOS: fsync alone leaves data in the drive's cache
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# PyDLL keeps the GIL: beside a busy Python thread each os.pwrite would wait 5 ms to get it back.
+# PyDLL keeps the GIL: while another Python thread is busy, each os.pwrite would wait 5 ms to get it back.
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_longlong]
 _pwrite.restype = ctypes.c_ssize_t
@@ -68,7 +68,7 @@ def _sync_data(fd: int) -> None:
 
 
 def _failed(act: str, path: Path, exc: OSError) -> StorageError:
-    """Return our error for the system's; one of ours, from a gate, stays as it is."""
+    """Return a StorageError for a system error; return a StorageError (raised by a gate) unchanged."""
     if isinstance(exc, StorageError):
         error = exc
     else:
@@ -81,7 +81,7 @@ def _failed(act: str, path: Path, exc: OSError) -> StorageError:
 
 
 def _irregular(path: Path) -> StorageError:
-    """Return the error for what is neither a file nor a folder."""
+    """Return the error for a path that is neither a file nor a folder."""
     what = "a symbolic link" if path.is_symlink() else "neither a file nor a folder"
     return StorageError(
         f"{path} is {what}",
@@ -91,10 +91,10 @@ def _irregular(path: Path) -> StorageError:
 
 
 def _open_regular(path: Path, flags: int) -> int:
-    """Return a descriptor of a file or folder; links are not followed, and pipes not waited for.
+    """Return a descriptor of a file or folder. It does not follow links and does not block on pipes.
 
     Raises:
-        OSError: As `os.open`; a StorageError if it is something else.
+        OSError: `os.open` failed; a StorageError if the path is neither a file nor a folder.
     """
     try:
         fd = os.open(path, flags | _CAREFULLY, 0o644)
@@ -117,7 +117,7 @@ def _system_error(code: int) -> OSError:
 
 
 def address_of(array: NDArray[Any]) -> int:
-    """Return where an array's bytes begin. `ctypes.data` says the same in four times the time."""
+    """Return the address of an array's first byte, four times as fast as `ctypes.data`."""
     buffer: Any = array
     if array.flags.writeable and array.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
@@ -125,7 +125,11 @@ def address_of(array: NDArray[Any]) -> int:
 
 
 def link_if(name: str, old: File, new: File, size: int) -> int:
-    """Do for one name what `file_loops.link_files` does for many; return its code."""
+    """Hard-link one file from folder `old` to folder `new` if it has `size` bytes.
+
+    Returns:
+        As `file_loops.link_files` for each name: 0 if linked, -1 for another size, or the error number.
+    """
     try:
         if os.stat(name, dir_fd=old.fd).st_size != size:
             return -1
@@ -136,15 +140,15 @@ def link_if(name: str, old: File, new: File, size: int) -> int:
 
 
 def link_error(path: Path, code: int) -> StorageError | None:
-    """Return what is to be raised for the code of a link; None: it is there, or there are none to be had."""
+    """Return the error for a code of `link_if`; None if the link was made or links are not supported."""
     return _failed("link", path, _system_error(code)) if code > 0 and code not in _CANNOT_LINK else None
 
 
 class File:
-    """Hold one open file.
+    """An open file.
 
-    Threads may write disjoint ranges at once. After a fork the child shares the descriptor; the owner
-    of the file decides what a child may do.
+    Threads may write disjoint ranges at the same time. After a fork the child shares the descriptor; the
+    owner of the file decides what a child may do.
     """
 
     def __init__(self, disk: Disk, path: Path, fd: int) -> None:
@@ -153,7 +157,7 @@ class File:
         self.fd = fd
 
     def write(self, data: bytes | NDArray[Any], offset: int) -> None:
-        """Write all of `data` at `offset`; C-contiguous arrays are written as they lie."""
+        """Write all of `data` at `offset`; arrays must be C-contiguous."""
         size = len(data) if isinstance(data, bytes) else data.nbytes
         try:
             self.disk.gate("write", self.path)
@@ -166,10 +170,10 @@ class File:
             raise _failed("write to", self.path, exc) from exc
 
     def write_some(self, data: Any, size: int, offset: int) -> int:
-        """Write as much of `data` as the system takes at once; return how many bytes.
+        """Write as much of `data` as one system call does; return the number of bytes written.
 
         Raises:
-            OSError: It takes nothing.
+            OSError: Nothing was written.
         """
         if size <= KEEP_GIL_BYTES and not isinstance(data, memoryview):
             address: Any = data if isinstance(data, bytes) else address_of(data)
@@ -180,7 +184,7 @@ class File:
             view = data if isinstance(data, bytes | memoryview) else data.reshape(-1).view(np.uint8).data
             done = os.pwrite(self.fd, view, offset)
         if done == 0 < size:
-            raise _system_error(errno.EIO)  # else this would go on for ever
+            raise _system_error(errno.EIO)  # otherwise `write` would loop forever
         return done
 
     def read(self, offset: int, size: int) -> bytes:
@@ -205,9 +209,9 @@ class File:
             raise _failed("look at", self.path, exc) from exc
 
     def next_data(self, offset: int) -> int:
-        """Return where, from `offset` on, bytes begin that take disk space; the length if none do.
+        """Return the position of the first byte from `offset` on that is not in a hole, or the length.
 
-        What lies before are zeros. Where the system cannot tell, `offset` itself is returned.
+        Bytes in a hole are zeros. Returns `offset` itself if the system cannot tell.
         """
         try:
             return os.lseek(self.fd, offset, os.SEEK_DATA)
@@ -215,7 +219,7 @@ class File:
             return self.size() if getattr(exc, "errno", None) == errno.ENXIO else offset
 
     def inode(self) -> int:
-        """Return the number by which the file system knows the file."""
+        """Return the file's inode number."""
         return os.fstat(self.fd).st_ino
 
     def sync(self) -> None:
@@ -228,12 +232,12 @@ class File:
             raise _failed("sync", self.path, exc) from exc
 
     def start_sync(self) -> None:
-        """Let the system begin to write; then the syncs of many files share their waiting."""
+        """Make the system start writing, without waiting, so that later syncs of many files overlap."""
         if sys.platform == "linux":
             _libc.sync_file_range(self.fd, ctypes.c_longlong(0), ctypes.c_longlong(0), _RANGE_WRITE)
 
     def truncate(self, size: int) -> None:
-        """Set the length; what lies beyond the old one reads as zeros and takes no space."""
+        """Set the length; bytes beyond the old length read as zeros and take no space."""
         try:
             self.disk.gate("truncate", self.path)
             os.ftruncate(self.fd, size)
@@ -252,7 +256,7 @@ class File:
             raise _failed("reserve space for", self.path, exc) from exc
 
     def release(self, start: int, stop: int) -> None:
-        """Give back disk blocks that were reserved and not written to, where the system can.
+        """Free disk blocks that were reserved and not written to, if the system supports it.
 
         Their bytes read as zeros, before and afterwards.
         """
@@ -261,11 +265,11 @@ class File:
             _libc.fallocate(self.fd, punch, ctypes.c_longlong(start), ctypes.c_longlong(stop - start))
 
     def punch(self, start: int, stop: int) -> None:
-        """Give back disk blocks whose bytes nobody needs any more, where the system can; they are zeros then.
+        """Free disk blocks, if the system supports it. Their bytes read as zeros then.
 
         Args:
-            start: The first of these bytes; a multiple of 4096.
-            stop: The first one behind; the same.
+            start: Position of the first byte; a multiple of 4096.
+            stop: Position after the last byte; a multiple of 4096.
         """
         self.disk._do("punch", self.path, lambda: self.release(start, stop))
 
@@ -274,11 +278,11 @@ class File:
         return self._map(size, mmap.PROT_READ | mmap.PROT_WRITE)
 
     def map_readable(self, size: int) -> mmap.mmap:
-        """Map the first `size` bytes for reading; other processes' stores show."""
+        """Map the first `size` bytes for reading; writes of other processes are visible."""
         return self._map(size, mmap.PROT_READ)
 
     def _descriptor(self) -> int:
-        """Return the descriptor; for that of a closed file Python raises ValueError, or maps no file."""
+        """Return the descriptor; raise EBADF if the file is closed, where Python may raise ValueError."""
         if self.fd < 0:
             raise _system_error(errno.EBADF)
         return self.fd
@@ -292,7 +296,7 @@ class File:
             raise _failed("map", self.path, exc) from exc
 
     def try_lock(self) -> bool:
-        """Take the advisory lock (flock) on this descriptor; say whether it was free."""
+        """Try to take the advisory lock (flock) of this descriptor; return whether it was free."""
         try:
             fcntl.flock(self._descriptor(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -310,28 +314,28 @@ class File:
 
 
 class _ReadFile(File):
-    """A file that is open for reading: closed at the latest when nothing refers to it."""
+    """A file that is open for reading; it is closed when it is garbage-collected."""
 
     def __del__(self) -> None:
         self.close()
 
 
 class Disk:
-    """Act on the file system.
+    """Operations on the file system.
 
-    Every act that changes something passes `gate` first: the one place where tests stop or fail it.
+    Every operation that changes something calls `gate` first, where tests stop or fail it.
     """
 
     def __init__(self) -> None:
         self.syncs = 0
-        #: How many of them each thread asked for, by its id.
+        #: Number of syncs that each thread requested, by thread id.
         self.syncs_of: dict[int, int] = {}
         self._warmed = False
         self._kernel: Any = None
         self.kernels: ModuleType | None = None  # set once they are compiled
 
     def gate(self, act: str, path: Path) -> None:
-        """Be told what is about to be done to `path`; does nothing outside tests."""
+        """Do nothing. Tests override this hook, which each operation that changes `path` calls first."""
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         """Open a file, or a folder for reading; with `create`, make it if it is missing.
@@ -371,15 +375,15 @@ class Disk:
         sizes: _Ints,
         offsets: _Ints,
     ) -> None:
-        """Write arrays to one file each, keeping the GIL.
+        """Write `n` arrays to one file each, without releasing the GIL.
 
         Args:
-            arrays: C-contiguous. `n` of them, or one that holds them all along its first axis.
-            files: Where each goes.
-            fds: Their descriptors. Shape `(n,)`, int64, as the rest.
-            addresses: Where each array's bytes begin. Shape `(n,)`.
-            sizes: How many bytes it has. Shape `(n,)`.
-            offsets: Where they go in the file. Shape `(n,)`.
+            arrays: `n` C-contiguous arrays, or one array with `n` entries along its first axis.
+            files: The file of each array.
+            fds: The files' descriptors. Shape `(n,)`, int64, like the following arguments.
+            addresses: Address of each array's first byte. Shape `(n,)`.
+            sizes: Number of bytes of each array. Shape `(n,)`.
+            offsets: Position of each array in its file. Shape `(n,)`.
         """
         done = 0 if self._kernel is None else self._kernel(fds, addresses, sizes, offsets)
         for at in range(done, len(files)):
@@ -388,19 +392,19 @@ class Disk:
     def write_beside(
         self, pool: ThreadPoolExecutor, file: File, data: NDArray[Any], offset: int
     ) -> Future[None] | None:
-        """Write all of `data` on another thread; return None if it was done here at once."""
+        """Write all of `data` in a thread of the pool; None if the pool was closed and it was done here."""
         try:
             return pool.submit(file.write, data, offset)
-        except RuntimeError:  # the interpreter is going: no more jobs are taken
+        except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
             file.write(data, offset)
             return None
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give `old` the name `new`, replacing a file of that name."""
+        """Rename `old` to `new`, replacing a file of that name."""
         self._do("rename", new, lambda: os.replace(old, new))
 
     def link(self, old: Path, new: Path) -> bool:
-        """Give a file a second name; say whether the file system could do so."""
+        """Hard-link a file; return whether the file system supports it."""
         self.gate("link", new)
         try:
             os.link(old, new)
@@ -412,30 +416,30 @@ class Disk:
 
     @property
     def in_bulk(self) -> bool:
-        """Whether many files may be linked or removed by one act: not where tests watch each."""
+        """Whether many files may be linked or removed at once: not when a test watches each operation."""
         return type(self).link is Disk.link and type(self).gate is Disk.gate
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is fine."""
+        """Remove a file, if it exists."""
         self._do("unlink", path, lambda: path.unlink(missing_ok=True))
 
     def make_dir(self, path: Path) -> None:
-        """Make a folder and those above it; an existing one is fine."""
+        """Create a folder and its parents, if they do not exist."""
         if not self.is_dir(path):
             self._do("mkdir", path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def make_temp_dir(self, prefix: str) -> Path:
-        """Make a folder of a new name, nobody else's, where the system keeps temporary files."""
+        """Create a new, private folder with a unique name in the system's folder for temporary files."""
         self.gate("mkdir", Path(prefix))
         return Path(tempfile.mkdtemp(prefix=prefix))
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it; a missing one is fine."""
+        """Remove a folder and its content, if it exists."""
         if self.exists(path):
             self._do("rmtree", path, lambda: shutil.rmtree(path))
 
     def sync_dir(self, path: Path) -> None:
-        """Bring the names in a folder to the disk."""
+        """Sync the names in a folder to the disk."""
 
         def act() -> None:
             fd = os.open(path, os.O_RDONLY)
@@ -448,25 +452,25 @@ class Disk:
         self.count_syncs()
 
     def count_syncs(self, number: int = 1, *, of_all: bool = True) -> None:
-        """Note syncs that this thread has made, or, if not `of_all`, has had others make."""
+        """Count syncs of this thread; with `of_all=False`, syncs that other threads made for it."""
         me = threading.get_ident()
         self.syncs += number * of_all
         self.syncs_of[me] = self.syncs_of.get(me, 0) + number
 
     def sync_path(self, path: Path) -> None:
-        """Bring a closed file's bytes to the disk."""
+        """Sync a file that is not open."""
         with contextlib.closing(self.open(path)) as file:
             file.sync()
 
     def sync_all(
         self, files: Iterable[File], folders: Iterable[Path], pool: ThreadPoolExecutor | None
     ) -> None:
-        """Sync files and folders, side by side where a pool is given; raise the first failure."""
+        """Sync files and folders, in parallel if there is a pool; raise the first failure."""
         names = list(folders)
         groups = list(files)
         acts: list[Callable[[], None]]
         if self.kernels is not None and sys.platform == "linux" and len(groups) > _SYNC_GROUPS:
-            # Each return from a sync takes the GIL for a moment: a few groups take it less often.
+            # Each return from a sync takes the GIL for a moment; a few groups take it less often.
             acts = [partial(self._sync_group, groups[start::_SYNC_GROUPS]) for start in range(_SYNC_GROUPS)]
         else:
             acts = [file.sync for file in groups]
@@ -477,7 +481,7 @@ class Disk:
             return
         try:
             jobs = [pool.submit(act) for act in acts]
-        except RuntimeError:  # the interpreter is going: no more jobs are taken
+        except RuntimeError:  # the interpreter is shutting down: the pool accepts no more jobs
             return self.sync_all(groups, names, None)
         self.count_syncs(len(groups) + len(names), of_all=False)
         failures = [job.exception() for job in jobs]
@@ -493,14 +497,14 @@ class Disk:
                 raise _failed("sync", files[failed].path, _system_error(code))
 
     def write_whole(self, path: Path, data: bytes) -> None:
-        """Replace a file by one with these bytes: all of it or nothing, also across a power cut."""
+        """Replace the content of a file atomically, also across a power cut."""
         temp = path.with_name(path.name + ".tmp")
         self.put(temp, data, sync=True)
         self.rename(temp, path)
         self.sync_dir(path.parent)
 
     def put(self, path: Path, data: bytes, *, sync: bool = False) -> None:
-        """Write a new file in place, without a promise for crashes in the middle."""
+        """Write a file in place, without protection against a crash meanwhile."""
         with contextlib.closing(self.open(path, create=True)) as file:
             file.truncate(0)
             file.write(data, 0)
@@ -522,7 +526,7 @@ class Disk:
         return parts[0] if len(parts) == 2 else b"".join(parts)
 
     def read_named(self, folder: File, name: str, size: int) -> bytes:
-        """Return the bytes of a file in an open folder, of a longer one the first `size` + 1."""
+        """Return the bytes of a file in an open folder, at most the first `size` + 1."""
         try:
             fd = os.open(name, os.O_RDONLY | _CAREFULLY, dir_fd=folder.fd)
             try:
@@ -533,7 +537,7 @@ class Disk:
             raise _failed("read", folder.path / name, exc) from exc
 
     def exists(self, path: Path) -> bool:
-        """Return whether there is something of this name."""
+        """Return whether a path exists."""
         return bool(self._look(path, path.exists))
 
     def is_link(self, path: Path) -> bool:
@@ -541,15 +545,15 @@ class Disk:
         return bool(self._look(path, path.is_symlink))
 
     def follow_link(self, path: Path) -> Path:
-        """Return where a folder lies that may be a link: followed once, it cannot change any more."""
+        """Return the target of a folder that may be a link, so that a change of the link has no effect."""
         return path.resolve() if self.is_link(path) else path
 
     def check_tree(self, root: Path, *, but: Collection[str] = ()) -> None:
-        """Raise StorageError unless all below a folder are regular files and folders, and no links.
+        """Raise StorageError unless everything below a folder is a regular file or a folder, and no link.
 
         Args:
             root: The folder; it may be missing.
-            but: Names of folders in it that are not looked into.
+            but: Names of folders in it that are not checked.
         """
         folders = [str(root)]
         while folders:
@@ -584,7 +588,7 @@ class Disk:
         return int(self._look(path, lambda: path.stat().st_mtime_ns))
 
     def used(self, path: Path) -> int:
-        """Return the bytes that a file or a folder with all in it takes on the disk."""
+        """Return the disk space of a file, or of a folder with its content, in bytes."""
         names = [path, *path.rglob("*")] if path.is_dir() else [path]
         sizes: dict[tuple[int, int], int] = {}  # a file with several names counts once
         for name in names:
@@ -602,20 +606,24 @@ class Disk:
         try:
             return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
         except (OSError, ValueError):
-            # Elsewhere the time at which the machine started serves.
+            # On other systems, use the time at which the machine started.
             started = int((time.time() - time.monotonic()) // 60)
             return hashlib.blake2b(str(started).encode(), digest_size=16).digest()
 
     def process_start(self, pid: int) -> float | None:
-        """Return when a process of this machine began, seconds since 1970; None: there is none."""
+        """Return the start time of a process of this machine, in seconds since 1970.
+
+        Returns:
+            None if there is no such process; 0.0 if its start time is unknown.
+        """
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
             return None
         except OSError:
-            pass  # somebody else's
+            pass  # it is a process of another user
         try:
-            # The name may hold spaces and brackets; the fields are counted behind its end.
+            # The process name may contain spaces and brackets; the fields are counted after its end.
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             if fields[0] in "ZX":
                 return None
@@ -627,11 +635,11 @@ class Disk:
             return 0.0
 
     def tree(self, path: Path) -> list[tuple[Path, list[str]]]:
-        """Return a folder and all those in it, each with the names of its files."""
+        """Return a folder and all folders below it, each with the names of its files."""
         return [(Path(folder), names) for folder, _, names in os.walk(path)]
 
     def names(self, path: Path) -> list[str]:
-        """Return the sorted names in a folder; none if it is missing."""
+        """Return the sorted names in a folder; an empty list if it does not exist."""
         try:
             return sorted(os.listdir(path))
         except FileNotFoundError:
@@ -640,7 +648,7 @@ class Disk:
             raise _failed("list", path, exc) from exc
 
     def mounts(self) -> str:
-        """Return the system's table of mounted file systems, one per line; "" where it has none."""
+        """Return the system's table of mounted file systems, one per line; "" if there is no table."""
         try:
             return Path("/proc/self/mounts").read_text()
         except OSError:
@@ -661,10 +669,10 @@ class Disk:
 
 
 class ReadingDisk(Disk):
-    """Refuse whatever would change a file."""
+    """A `Disk` that refuses to change files."""
 
     def gate(self, act: str, path: Path) -> None:
-        """Refuse."""
+        """Raise StorageError."""
         raise StorageError(f"cannot {act} {path}: it is open for reading only")
 
     def open(self, path: Path, *, create: bool = False, write: bool = False) -> File:

@@ -1,7 +1,6 @@
-"""What kind of file system a folder lies on, and whether a store is safe there.
+"""Detect the file system of a folder, and whether a store is safe there.
 
-Used by storages when they open a store for writing. It looks and tries; files are touched by
-`expstore.disk.files`.
+Used by storages when they open a store for writing.
 """
 
 from __future__ import annotations
@@ -14,25 +13,26 @@ from expstore.errors import StorageError
 
 __all__ = ["file_system", "fills_holes", "probe"]
 
-#: On these, locks or maps of two machines, or of two processes, do not see each other, whatever a trial says.
+#: File systems on which locks or maps of two machines, or of two processes, do not work, even if a trial
+#: does.
 _UNSAFE = {
     "9p", "afs", "ceph", "cifs", "coda", "davfs", "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
     "fuse.curlftpfs", "fuse.davfs2", "fuse.gcsfuse", "fuse.goofys", "fuse.rclone", "fuse.s3fs", "fuse.sshfs",
 }  # fmt: skip
-#: These are memory: where a file has a hole, reading it through a map takes a page, or is SIGBUS.
+#: File systems in memory: reading a hole of a file through a map allocates a page, or raises SIGBUS.
 _MEMORY = {"devtmpfs", "hugetlbfs", "ramfs", "tmpfs"}
 
 
 def file_system(disk: Disk, folder: Path) -> str:
-    """Return what the system calls the file system of a folder; "" where it does not say."""
+    """Return the system's name of a folder's file system type; "" if it is unknown."""
     place, found, length = folder.resolve(), "", -1
     for line in disk.mounts().splitlines():
         parts = line.split(" ")
         if len(parts) < 3:
             continue
-        # Spaces and the like stand there as octal numbers.
+        # Spaces and some other characters are written as octal numbers.
         mount = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), parts[1]))
-        if place.is_relative_to(mount) and len(mount.parts) >= length:  # of two on one place the later counts
+        if place.is_relative_to(mount) and len(mount.parts) >= length:  # a later mount hides an earlier one
             found, length = parts[2], len(mount.parts)
     return found
 
@@ -43,9 +43,9 @@ def fills_holes(disk: Disk, folder: Path) -> bool:
 
 
 def probe(disk: Disk, folder: Path, *, new: bool) -> None:
-    """Refuse a file system on which a store is not safe: by its name, then by trying it out.
+    """Refuse a file system on which a store is not safe: by its type, then by a trial.
 
-    Tried is whether two locks conflict, and whether a write shows in a map.
+    The trial tests whether two locks conflict, and whether a write is visible in a map.
 
     Args:
         disk: Where files are touched.

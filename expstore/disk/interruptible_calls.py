@@ -1,7 +1,7 @@
-"""Calls that run in another thread, so that the main thread hears of Ctrl-C meanwhile.
+"""Run calls in another thread, so that the main thread can handle Ctrl-C meanwhile.
 
-Used by the index: DuckDB keeps signals to itself while it works in the main thread. It never leaves a
-call running behind, and never swallows what it raises.
+Used by the index: DuckDB blocks signal handlers while it works in the main thread. No call is left running,
+and no exception of a call is lost.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any, TypeVar, cast
 __all__ = ["Aside"]
 
 _Answer = TypeVar("_Answer")
-#: A call that has not begun yet what can be stopped is told again after so long.
+#: Interval at which `stop` is called again, because a call that has not really begun cannot be stopped.
 _AGAIN_SECONDS = 0.02
-#: So often the main thread looks up.
+#: Interval at which the main thread wakes up to run signal handlers.
 _LISTEN_SECONDS = 0.1
 
 
 class Aside:
-    """Make calls of the main thread in a second one, which is kept for the next.
+    """Run calls of the main thread in a second thread, which is reused.
 
-    Threads: those of others, which no signal interrupts, are simply made. A call costs the main thread
-    50 us; in a new thread each time DuckDB would take 300 us longer. A forked child may not use it.
+    Threads: calls of other threads, which signals do not interrupt, run directly. A call costs the main
+        thread
+    50 us; in a new thread for each call DuckDB would take 300 us longer. A forked child may not use it.
 
     Example:
         >>> Aside().run(lambda: cursor.sql(query).to_arrow_table(), cursor.interrupt)
@@ -35,11 +36,12 @@ class Aside:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-aside")
 
     def run(self, act: Callable[[], _Answer], stop: Callable[[], None]) -> _Answer:
-        """Return what a call returns; raise what it raises, or what a signal's handler does.
+        """Run a call and return its result; raise its exception, or the exception of a signal handler.
 
         Args:
             act: The call.
-            stop: Makes it end early; asked until it has, when a handler (of Ctrl-C, say) raises.
+            stop: Makes the call end early. It is called, repeatedly until the call has ended, if a signal
+                handler (such as Ctrl-C's) raises.
         """
         if threading.current_thread() is not threading.main_thread():
             return act()
@@ -48,10 +50,11 @@ class Aside:
         try:
             try:
                 self._pool.submit(_make, made, box)
-            except RuntimeError:  # the interpreter is about to end and has ended its threads
+            except RuntimeError:  # the interpreter is shutting down and has ended its threads
                 return act()
             while not made.done():
-                # Where another thread is told of the signal, nobody wakes this one, whose handler it is.
+                # If the system delivers the signal to another thread, it does not wake this one, which has to
+                # run the handler. So it wakes up by itself.
                 with contextlib.suppress(TimeoutError):
                     made.result(_LISTEN_SECONDS)
         except BaseException:
@@ -63,7 +66,7 @@ class Aside:
                 raise error
             return cast(_Answer, answer)
         finally:
-            del error  # which holds this frame
+            del error  # it refers to this frame
 
     def close(self) -> None:
         """End the thread."""
@@ -71,7 +74,7 @@ class Aside:
 
 
 def _make(made: Future[None], box: list[Any]) -> None:
-    """Put what came of a call in the place of the call; nothing else of it stays here."""
+    """Run the call in the box and replace it by its result or exception; keep no other reference to it."""
     if not made.set_running_or_notify_cancel():
         return
     act = box.pop()
@@ -84,10 +87,10 @@ def _make(made: Future[None], box: list[Any]) -> None:
 
 
 def _end(made: Future[None], stop: Callable[[], None]) -> None:
-    """Wait until the call has ended, or will never begin."""
+    """Stop a call and wait until it has ended, or was cancelled before it began."""
     ended = False
     while not ended:
-        with contextlib.suppress(KeyboardInterrupt):  # pressed again: it is being stopped
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C again: the call is being stopped already
             ended = made.cancel() or made.done()
             if not ended:
                 stop()

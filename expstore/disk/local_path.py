@@ -1,6 +1,6 @@
-"""Paths as users give them: files and folders of this machine, and nothing else.
+"""Check paths that users pass: only files and folders of this machine are accepted.
 
-Used wherever a user names a file or a folder, before anything is touched.
+Used wherever a user names a file or a folder, before any file is touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from expstore.errors import StateError
 
 __all__ = ["local_path"]
 
-#: A URL; or one of which a Path has taken a slash: a drive, as in c:/x, has one letter.
+#: A URL, also one from which `Path` removed a slash. A drive, as in c:/x, has one letter.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://|([A-Za-z][A-Za-z0-9+.-]+):/(?=.)")
 
 
@@ -21,10 +21,10 @@ def local_path(given: str | os.PathLike[str]) -> Path:
     """Return a path with `~` expanded.
 
     Args:
-        given: What a user calls a file or a folder.
+        given: The path that the user passed.
 
     Raises:
-        StateError: It is a URL, not text or a path, or a path that no file system can have (kind "path").
+        StateError: It is a URL, neither text nor a path, or no file system can have this path (kind "path").
     """
     try:
         text = os.fspath(given)

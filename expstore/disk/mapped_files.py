@@ -1,6 +1,6 @@
-"""Many files under one run of addresses, so that a column is one flat array however many shards it has.
+"""Map many files into one address range, so that a column is one flat array over all of its shards.
 
-Used by columns. It maps what `expstore.disk.files` has opened, for reading only, and opens nothing itself.
+Used by columns. It maps files that `expstore.disk.files` has opened, for reading only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class AddressRange:
-    """Reserve addresses into which the data parts of files are mapped one behind another.
+    """A reserved range of addresses into which the data parts of files are mapped one after another.
 
-    The range lives as long as an array over it; unmapped parts must not be read (SIGSEGV), which is
-    why no array over it ever leaves the library.
+    The range exists as long as an array over it. Unmapped parts must not be read (SIGSEGV); therefore the
+    library never returns an array over it to users.
     """
 
     def __init__(self, size: int) -> None:
@@ -53,16 +53,16 @@ class AddressRange:
             raise StorageError(f"cannot reserve {size} bytes of addresses: {os.strerror(code)}")
         self.address = int(address)
         self.size = size
-        # Not at exit: a thread may still be reading when the interpreter goes.
+        # Not at exit: a thread may still be reading when the interpreter shuts down.
         weakref.finalize(self, _munmap, ctypes.c_void_p(self.address), size).atexit = False
 
     def attach(self, file: File, *, at: int, size: int, may_shrink: bool = False) -> None:
         """Map the first `size` bytes of `file` for reading at offset `at` of the range.
 
         Args:
-            file: Is open.
-            at: Where in the range its first byte goes.
-            size: How many bytes are mapped.
+            file: An open file.
+            at: Offset of its first byte in the range.
+            size: Number of bytes to map.
             may_shrink: Whether its writer may cut off unused bytes at its end meanwhile. They must not be
                 read: a page behind the end of the file ends the process (SIGBUS).
         """
@@ -76,16 +76,16 @@ class AddressRange:
     def array(
         self, dtype: np.dtype[Any], shape: tuple[int, ...], *, writable_flag: bool = False
     ) -> NDArray[Any]:
-        """View the range as one array.
+        """Return an array over the whole range.
 
-        `writable_flag` only marks the array (torch warns about arrays without it): the pages stay
+        `writable_flag` only sets the array's flag (torch warns about arrays without it); the pages are
         read-only.
         """
         return np.asarray(_View(self, dtype, shape, writable_flag))
 
 
 class _View:
-    """Carries numpy's array interface and keeps the range alive."""
+    """Implements NumPy's array interface and keeps the range alive."""
 
     def __init__(
         self, owner: AddressRange, dtype: np.dtype[Any], shape: tuple[int, ...], writable_flag: bool

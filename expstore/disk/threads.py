@@ -1,4 +1,4 @@
-"""Threads that write and sync files, and can be done without.
+"""A thread pool that writes and syncs files; callers can do without it.
 
 Used by stores that are open for writing.
 """
@@ -21,7 +21,7 @@ class Threads(ThreadPoolExecutor):
     that all pools share and that is not reentrant. After `refuse`, `submit` takes no lock.
 
     Args:
-        count: How many threads.
+        count: Number of threads.
         name: What their names begin with.
     """
 
@@ -30,15 +30,16 @@ class Threads(ThreadPoolExecutor):
         self._refuses = False
 
     def refuse(self) -> None:
-        """Take no jobs any more; callers run theirs on their own thread."""
+        """Accept no more jobs; callers then run their jobs in their own thread."""
         self._refuses = True
 
     def submit(self, fn: Callable[..., _Result], /, *args: Any, **kwargs: Any) -> Future[_Result]:
-        """Have a thread call a function.
+        """Call a function in a thread of the pool.
 
         Raises:
-            RuntimeError: No jobs are taken any more: `refuse` was called, or the interpreter is going.
+            RuntimeError: The pool accepts no more jobs: `refuse` was called, or the interpreter is shutting
+                down.
         """
         if self._refuses:
-            raise RuntimeError("no jobs are taken any more")
+            raise RuntimeError("the pool accepts no more jobs")
         return super().submit(fn, *args, **kwargs)

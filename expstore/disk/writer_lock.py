@@ -1,8 +1,8 @@
-"""LOCK: at most one writer per store, and a clear word about who it is.
+"""LOCK: the lock that allows one writer per store, and tells which process it is.
 
 Used by storages when they open a store for writing. The lock is the kernel's (flock), on the store's folder
-and on LOCK, and goes with the process; the file's text only explains. The folder is locked because anybody
-can remove LOCK or put another file in its place.
+and on LOCK; it ends with the process. The text of the file is only for messages. The folder is locked too
+because any user can remove LOCK or replace it by another file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from expstore.errors import LockedError, StorageError
 __all__ = ["Owner", "WriterLock", "is_locked", "read_owner"]
 
 _LOOKS, _LOOK_SECONDS = 4, 0.005
-#: So far may the clock have been set between a process's start and its taking the lock.
+#: Tolerated change of the clock between the start of a process and its taking the lock.
 _CLOCK_SECONDS = 2.0
 
 _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
@@ -29,12 +29,12 @@ _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Name who took a store's lock last.
+    """The process that took a store's lock last.
 
     Args:
-        pid: The process.
-        host: Its machine.
-        since: When it took it, seconds since 1970.
+        pid: The process id.
+        host: The name of its machine.
+        since: When it took the lock, in seconds since 1970.
     """
 
     pid: int
@@ -43,20 +43,20 @@ class Owner:
 
     @property
     def stamp(self) -> int:
-        """`since` in whole microseconds, as STATE has it once the owner has claimed that."""
+        """`since` in whole microseconds, as STATE contains it once the owner has claimed STATE."""
         return int(self.since * 1e6)
 
     def lives(self, disk: Disk) -> bool | None:
-        """Return whether the process is there; None: it is, or was, on another machine."""
+        """Return whether the process is running; None if it is, or was, on another machine."""
         if self.host != socket.gethostname():
             return None
         start = disk.process_start(self.pid)
-        # One that began later has only got its number.
+        # A process that started later has only reused the process id.
         return start is not None and start <= self.since + _CLOCK_SECONDS
 
 
 def read_owner(disk: Disk, path: Path) -> Owner | None:
-    """Return whom LOCK names, without touching the lock; None where it names nobody."""
+    """Return the process that LOCK names, without touching the lock; None if there is no valid LOCK."""
     if not disk.exists(path):
         return None
     return _parse_owner(disk.read_whole(path))
@@ -71,18 +71,18 @@ def _parse_owner(text: bytes) -> Owner | None:
 
 
 class WriterLock:
-    """Hold the right to write to a store: the folder of a lock file, and the file.
+    """The lock of a store's writer: on the folder of a lock file, and on the file.
 
-    After a fork the child closes its copies of the descriptors: closing leaves the parent's locks alone,
-    unlocking would not.
+    After a fork the child closes its copies of the descriptors. Closing does not release the parent's locks;
+    unlocking would.
 
     Raises:
-        LockedError: Somebody else holds it; the message names process, host and time.
+        LockedError: Another process holds the lock; the message names process, host and time.
         StorageError: The file system cannot lock folders, or LOCK cannot be written.
     """
 
     def __init__(self, disk: Disk, path: Path) -> None:
-        # The folder comes first: who does not get it changes nothing.
+        # The folder is locked first, so that a process that cannot lock it changes nothing.
         self._folder = _open_folder(disk, path.parent)
         self._file: File | None = None
         try:
@@ -94,13 +94,13 @@ class WriterLock:
             self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
             file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
         except BaseException:
-            self._close()  # and with them the locks, else no later attempt could succeed
+            self._close()  # this releases the locks; otherwise no later attempt could succeed
             raise
         self.held = True
         _held.add(self)
 
     def release(self) -> None:
-        """Give the right back."""
+        """Release the lock."""
         self.held = False
         _held.discard(self)
         self._close()
@@ -133,7 +133,7 @@ def _take(file: File) -> bool:
     for _ in range(_LOOKS):
         if _lock(file):
             return True
-        time.sleep(_LOOK_SECONDS)  # somebody may only be looking whether it is free
+        time.sleep(_LOOK_SECONDS)  # another process may hold it briefly, to test whether it is free
     return False
 
 
@@ -151,7 +151,7 @@ def _lock(file: File) -> bool:
 
 
 def _text_of(disk: Disk, path: Path) -> bytes:
-    """Return what LOCK says; nothing if it is not there."""
+    """Return the text of LOCK; empty if it cannot be read."""
     try:
         return disk.read_whole(path)
     except StorageError:
@@ -166,7 +166,7 @@ def _locked(store: Path, text: bytes) -> LockedError:
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner.since))
     if pid == os.getpid() and host == socket.gethostname():
         return LockedError(
-            f"cannot open {store} for writing: it is open here (this process, {pid}) since {since}",
+            f"cannot open {store} for writing: this process ({pid}) has it open since {since}",
             hint="use that buffer, or close() it first",
         )
     return LockedError(

@@ -1,7 +1,7 @@
-"""What users note about episodes: JSON objects as text, and how new facts are merged into them.
+"""The facts (`info`) that users attach to episodes: JSON objects as text, and how new facts are merged.
 
-Used by buffers for `annotate` and `extend(episode_info=...)`, and by whoever tells again what a journal
-says. It knows no episodes, and never changes what it is given.
+Used by buffers for `annotate` and `extend(episode_info=...)`, and when a journal is replayed. It never
+changes its arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["merge_info", "pack_info"]
 
 
 def pack_info(info: Mapping[str, Any] | None) -> str:
-    """Return facts as JSON text; "" for none.
+    """Return facts as JSON text; "" for no facts.
 
     Raises:
-        SchemaError: JSON has no form for one of them.
+        SchemaError: JSON cannot represent one of them.
     """
     if info is None:
         return ""
@@ -45,11 +45,11 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
 
 
 def merge_info(text: str, changes: str) -> str:
-    """Return an episode's info after new facts: each takes the place of the one of its name, null removes it.
+    """Merge new facts into an episode's info: each replaces the fact of its name, null removes it.
 
     Args:
-        text: The info so far, a JSON object; "" for none.
-        changes: The new facts, likewise.
+        text: The info so far, a JSON object; "" for no info.
+        changes: The new facts, a JSON object; "" for no facts.
     """
     if not changes:
         return text
@@ -63,7 +63,7 @@ def merge_info(text: str, changes: str) -> str:
 
 
 def _check(key: str, value: Any) -> None:
-    """Refuse what would not be the same when it is read again."""
+    """Raise SchemaError for a value that JSON would not return unchanged."""
     if isinstance(value, dict):
         for name, member in value.items():
             if not isinstance(name, str):

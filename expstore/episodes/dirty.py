@@ -1,6 +1,6 @@
-"""Which episodes have changed lately.
+"""Track which episodes have changed recently.
 
-Kept by `expstore.episodes.table`, for filters that speak of episodes. It knows no facts about them.
+Used by `expstore.episodes.table`, for filters with conditions on episodes. It stores ids only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["Touched"]
 
 
 class Touched:
-    """Remember which episodes have changed lately, by number in the order of the changes.
+    """The ids of recently changed episodes, in the order of the changes.
 
-    Not locked: whoever calls holds the storage's `locks.episodes`.
+    Not locked: the caller holds the storage's `locks.episodes`.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Touched:
         self.count = 0
 
     def note(self, episode: int) -> None:
-        """Remember that an episode has changed."""
+        """Record that an episode has changed."""
         self._ids.append(episode)
         self.count += 1
 
     def since(self, count: int) -> IntArray | None:
-        """Return the episodes changed since `count` had this value; None: too many to know. Shape `(n,)`."""
+        """Return the episodes changed since `count` had this value. Shape `(n,)`; None if too many."""
         new = self.count - count
         if new > len(self._ids):
             return None

@@ -1,6 +1,6 @@
-"""Where the rows of episodes lie: arithmetic runs of ids.
+"""The ids of the rows of episodes, as fragments: arithmetic runs of ids.
 
-Used by `expstore.episodes.table`. It knows neither sources nor trajectories, and touches no files.
+Used by `expstore.episodes.table`. It does not know about sources or trajectories, and touches no files.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from expstore.core.values import IntArray
 
 __all__ = ["Fragments", "all_ids", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
 
-#: From so many on it is as well to look at all of them.
+#: With more changed fragments, `take_touched` returns None: the caller reads all fragments instead.
 _MANY_TOUCHED = 65_536
-#: Up to so many, and twice as many as were alive when last looked at, may be of rows that have left.
+#: Number of fragments from which, and from twice the last number of live ones, dead ones are removed.
 _MANY_DEAD = 16_384
 
 
 class Fragments:
-    """Keep fragments (arithmetic runs of one episode's rows) in arrival order.
+    """Fragments (arithmetic runs of one episode's rows) in the order in which they were written.
 
     Columns are `episode, first_step, length, first_id, stride`, int64.
     """
@@ -32,8 +32,8 @@ class Fragments:
         self._head = 0
         self._tail = 0
         self._popped = 0  # numbers stay valid when the head moves
-        #: Numbers of fragments that came or grew since they were last asked for; None: nobody asks, or they
-        #: are too many.
+        #: Numbers of the fragments that were added or lengthened since the last `take_touched`. None if it
+        #: was never called, or if they are too many.
         self._touched: set[int] | None = None
         self._bearable = _MANY_DEAD
 
@@ -43,16 +43,19 @@ class Fragments:
         return self._data[:, self._head : self._tail]
 
     def number_of(self, place: int) -> int:
-        """Return the number by which `add` knows the fragment in a column of `rows`."""
+        """Return the number, for `add`, of the fragment in a column of `rows`."""
         return self._popped + self._head + place
 
     def step_after(self, number: int) -> int:
-        """Return the step that goes on with fragment `number`; -1 if it is not here any more."""
+        """Return the step after the last one of fragment `number`; -1 if the fragment was removed."""
         place = number - self._popped
         return int(self._data[1, place] + self._data[2, place]) if place >= self._head else -1
 
     def add(self, number: int, values: tuple[int, int, int, int, int]) -> int:
-        """Append a run, or lengthen fragment `number` (-1: none) if it goes on there; return its number."""
+        """Append a run, or lengthen fragment `number` if the run continues it; return the fragment's number.
+
+        `number` is -1 if the run continues no fragment.
+        """
         _, _, count, first, stride = values
         place = number - self._popped
         if number >= 0 and place >= self._head:
@@ -82,14 +85,14 @@ class Fragments:
 
     @property
     def quiet(self) -> bool:
-        """Whether no fragment came or grew since `take_touched`."""
+        """Whether no fragment was added or lengthened since `take_touched`."""
         return self._touched is not None and not self._touched
 
     def take_touched(self) -> IntArray | None:
-        """Return the fragments that came or grew since the last call, as columns in their order.
+        """Return the fragments that were added or lengthened since the last call, as columns in their order.
 
         Returns:
-            A copy. Shape `(5, n)`. None: look at all of them, as after the first call.
+            A copy. Shape `(5, n)`. None at the first call, or if they are too many: then read all fragments.
         """
         touched, self._touched = self._touched, set()
         if touched is None:
@@ -102,7 +105,7 @@ class Fragments:
         return self._data.take(places[places >= self._head], axis=1)
 
     def fill(self, columns: IntArray) -> None:
-        """Take over whole columns in place of what is held."""
+        """Replace all fragments by new columns."""
         size = columns.shape[1]
         self._touched = None
         self._popped += self._tail
@@ -112,21 +115,21 @@ class Fragments:
 
     @property
     def crowded(self) -> bool:
-        """Whether there are so many that those of rows that have left should go."""
+        """Whether there are so many fragments that `evict` should be called."""
         return self._tail - self._head > self._bearable
 
     def evict(self, low: int) -> IntArray:
-        """Drop fragments whose rows all have ids <= `low`, those at the head at least.
+        """Remove fragments whose rows all have ids <= `low`: at least those at the head.
 
         Returns:
-            Their episodes.
+            The episodes of the removed fragments.
         """
         rows = self.rows
         alive = last_ids(rows) > low
         dead = int(np.argmax(alive)) if alive.any() else alive.size
         self._bearable = max(_MANY_DEAD, 2 * (alive.size - dead))
         if 2 * np.count_nonzero(alive) < alive.size - dead:
-            # An episode without an end keeps the head alive, and most of what came after it is dead.
+            # An episode without an end keeps the head alive, and most fragments after it are dead.
             gone: IntArray = rows[0, ~alive]
             self.fill(rows[:, alive])
             return gone
@@ -150,7 +153,7 @@ def last_ids(fragments: IntArray) -> IntArray:
 
 
 def all_ids(fragments: IntArray) -> IntArray:
-    """Return the ids of all rows of fragments, one fragment behind another. Shape `(rows,)`."""
+    """Return the ids of all rows of fragments, concatenated. Shape `(rows,)`."""
     _, _, count, first, stride = fragments
     number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     ids: IntArray = np.repeat(first, count) + number * np.repeat(stride, count)
@@ -158,7 +161,7 @@ def all_ids(fragments: IntArray) -> IntArray:
 
 
 def clip(fragments: IntArray, low: int) -> IntArray:
-    """Cut off the rows with ids <= `low`; fragments without any others are left out."""
+    """Return fragments without the rows with ids <= `low`; fragments without other rows are left out."""
     gone = np.maximum(0, -(-(low + 1 - fragments[3]) // np.maximum(1, fragments[4])))
     kept = fragments.copy()
     kept[1] += gone
@@ -168,7 +171,7 @@ def clip(fragments: IntArray, low: int) -> IntArray:
 
 
 def cut_out(fragments: IntArray, gaps: Gaps) -> IntArray:
-    """Leave out the rows with ids in the gaps, which cuts fragments in two; the result is by first id."""
+    """Return fragments without the rows with ids in the gaps, which may split them; sorted by first id."""
     touched = gaps.meets(fragments[3], last_ids(fragments))
     if touched.any():
         cut = fragments[:, touched]
@@ -187,15 +190,15 @@ def cut_out(fragments: IntArray, gaps: Gaps) -> IntArray:
 
 
 def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArray:
-    """Find the runs of rows that follow one another in the store.
+    """Find the fragments of rows.
 
     Args:
-        episodes: Episode id per row. Shape `(n,)`.
-        steps: Step per row. Shape `(n,)`.
-        ids: Of the rows, ascending. Shape `(n,)`.
+        episodes: Episode id of each row. Shape `(n,)`.
+        steps: Step of each row. Shape `(n,)`.
+        ids: Id of each row, ascending. Shape `(n,)`.
 
     Returns:
-        The columns of `Fragments`, by first id. Shape `(5, fragments)`.
+        The columns of `Fragments`, sorted by first id. Shape `(5, fragments)`.
     """
     n = episodes.size
     if n == 0:

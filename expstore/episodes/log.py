@@ -1,7 +1,7 @@
-"""episodes.log: one entry when an episode ends, goes on or is annotated, and one per source.
+"""episodes.log: an entry for each end, resumption and annotation of an episode, and one for each source.
 
-Used by storages; the index is rebuilt from it. Append-only, a checksum per entry, the last entry of an
-episode wins. It knows nothing of rows.
+Used by storages; the index is rebuilt from it. Append-only, with a checksum per entry; the last entry of an
+episode is valid. It does not know about rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class LogEntry:
     session: str = ""
 
     def pack(self, size: int = 0) -> bytes:
-        """Return the entry as it stands in the file; at least `size` bytes long, a multiple of 8."""
+        """Return the entry's bytes for the file; at least `size` bytes, a multiple of 8."""
         text = self.text.encode()
         if not self.episode and self.source:
             text = json.dumps([self.text, self.session]).encode()
@@ -142,7 +142,7 @@ def _unpack(data: bytes, at: int) -> tuple[LogEntry, int] | None:
 
 
 def salvage(data: bytes) -> tuple[list[LogEntry], list[tuple[int, int]]]:
-    """Return the entries that are whole, and what lies between them: (first byte, end) of each piece."""
+    """Return the intact entries, and the damaged pieces between them as (first byte, end)."""
     entries: list[LogEntry] = []
     pieces: list[tuple[int, int]] = []
     at = good = 0
@@ -161,16 +161,17 @@ def salvage(data: bytes) -> tuple[list[LogEntry], list[tuple[int, int]]]:
 
 
 def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry]) -> tuple[bytes, int]:
-    """Write entries into pieces of a log, which keeps its length.
+    """Write entries into the damaged pieces of a log, which keeps its length.
 
     Args:
         data: The log.
-        pieces: As `salvage` returns them.
-        entries: At least one; the last is repeated where there is room for more, which says nothing new.
-            One that is too long for a piece waits for the next; a source 0, which is none, takes its place.
+        pieces: The pieces, as `salvage` returns them.
+        entries: At least one entry. If there is room for more, the last one is repeated, which changes
+            nothing. An entry that does not fit into a piece is written into the next one; a filler entry, of
+            the source 0 that does not exist, takes its place.
 
     Returns:
-        The log, and how many entries found a place.
+        The log, and the number of entries that were written.
     """
     parts, done, used = [], 0, 0
     filler = LogEntry(episode=0, source=0)
@@ -183,7 +184,7 @@ def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry])
             if not fits:
                 entry, size = filler, _ENTRY.size
             if stop - start < 2 * _ENTRY.size or stop - start - size < _ENTRY.size:
-                size = stop - start  # the last one here takes the rest
+                size = stop - start  # the last entry of a piece is padded to its end
             parts.append(entry.pack(size))
             start, used = start + size, used + fits
         done = stop
@@ -191,10 +192,10 @@ def fill_up(data: bytes, pieces: list[tuple[int, int]], entries: list[LogEntry])
 
 
 def read_log(disk: Disk, path: Path, length: int) -> Iterator[LogEntry]:
-    """Yield the entries in the first `length` bytes of the file, in order; nothing is changed.
+    """Yield the entries in the first `length` bytes of the file, in order, without changing it.
 
     Raises:
-        CorruptionError: The file is shorter, or an entry's checksum does not fit.
+        CorruptionError: The file is shorter, or an entry does not match its checksum.
     """
     if not length:
         return
@@ -216,11 +217,11 @@ def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
     """Yield the entries in the bytes of a log.
 
     Args:
-        data: All of them.
-        name: What to call them in a message.
+        data: The bytes of all entries.
+        name: Name of the log for error messages.
 
     Raises:
-        CorruptionError: An entry's checksum does not fit.
+        CorruptionError: An entry does not match its checksum.
     """
     at = 0
     while at < len(data):
@@ -232,14 +233,14 @@ def unpack_entries(data: bytes, name: str) -> Iterator[LogEntry]:
 
 
 class EpisodeLog(Checkpointed):
-    """Append entries and read them back.
+    """The log of one store: append entries and read them.
 
-    One writer. Entries wait in memory until a sync: before it, publish records say the same.
+    One writer. Entries are kept in memory until a sync; until then the publish records contain the same.
 
     Args:
-        disk: Where files are touched.
-        path: The file; made if it is missing.
-        length: Where the entries that count end; what follows is dropped.
+        disk: Access to files.
+        path: The file; it is created if it is missing.
+        length: Length of the valid entries in bytes; bytes after them are dropped.
     """
 
     def __init__(self, disk: Disk, path: Path, *, length: int) -> None:
@@ -250,19 +251,20 @@ class EpisodeLog(Checkpointed):
         if size < length:
             self.file.close()
             raise CorruptionError(f"{path} has {size} bytes, the journal says {length}")
-        #: What follows is dropped with the first entries that are written: until then an opening may fail,
-        #: and whoever had the file open before goes on with it.
+        #: Bytes after the valid entries are dropped when the first new entries are written, because an
+        #: opening may still fail, and a buffer that had the store open before may then continue to use the
+        #: file.
         self._surplus = size > length
         self.length = length
         self.dirty = False
         self._waiting: list[LogEntry] = []
 
     def append(self, entries: Iterable[LogEntry]) -> None:
-        """Take entries; `flush` writes them. Nothing can fail here: their rows are published already."""
+        """Queue entries for `flush`. This must not fail, because their rows are published already."""
         self._waiting += entries
 
     def flush(self) -> None:
-        """Write what was appended."""
+        """Write the queued entries."""
         waiting = len(self._waiting)
         if waiting or self._surplus:
             data = b"".join([entry.pack() for entry in self._waiting])
@@ -280,14 +282,14 @@ class EpisodeLog(Checkpointed):
         return Dirty({self.file} if dirty else set())
 
     def abort(self, dirty: Dirty) -> None:
-        """Take back what `begin` returned: it was not synced."""
+        """Mark the file as dirty again, because it was not synced."""
         self.dirty = self.dirty or bool(dirty.files)
 
     def read(self) -> Iterator[LogEntry]:
         """Return all entries in order.
 
         Raises:
-            CorruptionError: An entry's checksum does not fit.
+            CorruptionError: An entry does not match its checksum.
         """
         self.flush()
         yield from _entries(self.file, self.length)

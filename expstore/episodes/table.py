@@ -220,15 +220,15 @@ class EpisodeTable:
         Args:
             steps: The batch.
             first_id: Id of its first row.
-            time: Of all its rows, microseconds since 1970.
-            source: The user's name for this stream; None: the session's unnamed stream.
-            joins: Compares the batch with the episodes that it continues; None: nothing is compared.
-            low: The newest id that can no longer be read; a truncated episode without any other rows
-                does not go on.
+            time: Time of all its rows, microseconds since 1970.
+            source: The user's name for this stream; None for the session's unnamed stream.
+            joins: Compares the batch with the episodes that it continues; None to compare nothing.
+            low: The newest id that can no longer be read; a truncated episode all of whose rows have ids up
+                to `low` is not continued.
 
         Raises:
-            SchemaError: The source's name is no text that can be kept; or its first row after `resume` does
-                not continue the episode.
+            SchemaError: The source's name is not text that can be stored; or its first row after `resume`
+                does not continue the episode.
         """
         numbers, names, new_sources = self._source_numbers(
             source, steps.lane_count, steps.session or self.session
@@ -397,7 +397,7 @@ class EpisodeTable:
         return [] if episode.status == OPEN else [noted]
 
     def find(self, number: int) -> Episode | None:
-        """Return an episode that goes on, or of which the index has not heard yet; None: neither."""
+        """Return an episode that is open, can be resumed, or is not in the index yet; otherwise None."""
         changed = self._changed.get(number)
         if changed is not None:
             return changed

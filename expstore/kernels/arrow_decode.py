@@ -1,8 +1,8 @@
-"""Compiled loops that unpack buffers of Arrow batches, LZ4 or zstd, many at a time, without the GIL.
+"""Compiled loops that decompress many buffers of Arrow batches (LZ4 or zstd) without the GIL.
 
-Used by segments; imported in the background when rows come, since that loads numba: until then pyarrow does
-so batch by batch. It reads addresses it is given; threads that help end before a call returns, and never run
-Python. Formats: Arrow's "Compressed buffer", the LZ4 frame format 1.6, RFC 8878.
+Used by segments. Importing it loads numba; it is imported in the background when rows are read or written,
+and until then pyarrow decompresses batch by batch. The loops work on addresses. Helper threads end before a
+call returns and never run Python. Formats: Arrow's "Compressed buffer", the LZ4 frame format 1.6, RFC 8878.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ __all__ = ["find_damaged", "find_lengths", "unpack_buffers"]
 Ints = NDArray[np.int64]
 
 _INT, _SIZE, _ADDRESS = types.int32, types.uintp, types.intp
-# Of numcodecs' own libraries, which `expstore.kernels.native` has made known.
+# Functions of numcodecs' libraries, which `expstore.kernels.native` has loaded.
 for _name in ("LZ4_decompress_safe_usingDict", "ZSTD_createDCtx", "ZSTD_decompressDCtx", "ZSTD_freeDCtx"):
-    if llvmlite.binding.address_of_symbol(_name) is None:  # then pyarrow goes on alone
-        raise ImportError(f"numcodecs does not show {_name}")
-#: Source, goal, length, room in the goal, what was unpacked before, its length.
+    if llvmlite.binding.address_of_symbol(_name) is None:  # then pyarrow keeps decompressing
+        raise ImportError(f"numcodecs does not export {_name}")
+#: Source, target, length, room in the target, data decompressed before (the dictionary), its length.
 _unpack_lz4: Any = types.ExternalFunction(
     "LZ4_decompress_safe_usingDict", _INT(_ADDRESS, _ADDRESS, _INT, _INT, _ADDRESS, _INT)
 )
 _new_context: Any = types.ExternalFunction("ZSTD_createDCtx", _ADDRESS())
 _free_context: Any = types.ExternalFunction("ZSTD_freeDCtx", _SIZE(_ADDRESS))
-#: Context, goal, room in it, source, length.
+#: Context, target, room in it, source, length.
 _unpack_zstd: Any = types.ExternalFunction(
     "ZSTD_decompressDCtx", _SIZE(_ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE)
 )
 
 _LZ4, _ZSTD = 0x184D2204, 0xFD2FB528
-#: How far back LZ4 looks.
+#: Bytes before a block to which LZ4 may refer.
 _WINDOW = 65536
 _MOST = (1 << 31) - 1
-#: Before each buffer: its length unpacked, -1 if it is not packed.
+#: Each buffer begins with its decompressed length, -1 if it is not compressed.
 _HEAD_BYTES = 8
-#: A thread more for so many bytes that are to be unpacked: it costs 30 us.
+#: Decompressed bytes per helper thread, which costs 30 us.
 EACH_BYTES = 256 << 10
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1])", nogil=True)
 def find_damaged(sources: Ints, sizes: Ints, places: Ints, crcs: Ints) -> int:
-    """Return the first message that does not have its crc32c; -1: all have.
+    """Return the number of the first message that does not match its crc32c; -1 if all match.
 
     Args:
-        sources: Their addresses. Shape `(n,)`, as the others.
-        sizes: Their lengths.
-        places: Where 8 digits are that count as zeros: those of the crc32c.
-        crcs: What it must be.
+        sources: Addresses of the messages. Shape `(n,)`, like the following arguments.
+        sizes: Lengths of the messages in bytes.
+        places: Positions of the 8 digits of the crc32c in each message; they count as the digit 0.
+        crcs: The expected values.
     """
     zeros = np.full(8, 48, np.uint8)
     for number in range(sources.size):
@@ -72,12 +72,12 @@ def find_damaged(sources: Ints, sizes: Ints, places: Ints, crcs: Ints) -> int:
 
 @compiled("void(int64[::1], int64[::1], int64[::1])", nogil=True)
 def find_lengths(sources: Ints, sizes: Ints, lengths: Ints) -> None:
-    """Find how long buffers are, unpacked.
+    """Find the decompressed lengths of buffers.
 
     Args:
-        sources: Their addresses. Shape `(n,)`, as the others.
-        sizes: Their lengths, packed; 0: there is none.
-        lengths: Is filled; -1: it is damaged.
+        sources: Addresses of the buffers. Shape `(n,)`, like the following arguments.
+        sizes: Compressed lengths in bytes; 0 if a buffer does not exist.
+        lengths: Receives the decompressed lengths; -1 for a damaged buffer.
     """
     said = np.empty(1, np.int64)
     for number in range(sources.size):
@@ -89,7 +89,7 @@ def find_lengths(sources: Ints, sizes: Ints, lengths: Ints) -> None:
 
 @compiled("boolean(int64, int64, int64, int64)", nogil=True)
 def _unpack_frame(source: int, size: int, goal: int, length: int) -> bool:
-    """Unpack an LZ4 frame; say whether it has this length."""
+    """Decompress an LZ4 frame; return whether it is sound and has this length."""
     word, flags = np.zeros(1, np.uint32), np.zeros(1, np.uint8)
     copy_bytes(flags.ctypes.data, source + 4, 1)
     if flags[0] >> 6 != 1:
@@ -129,7 +129,7 @@ def _unpack_frame(source: int, size: int, goal: int, length: int) -> bool:
 
 @compiled("boolean(int64, int64, int64, int64, int64)", nogil=True)
 def _unpack(source: int, size: int, goal: int, length: int, context: int) -> bool:
-    """Unpack a buffer; say whether that went well."""
+    """Decompress a buffer; return whether it is sound."""
     said, magic = np.empty(1, np.int64), np.zeros(1, np.uint32)
     copy_bytes(said.ctypes.data, source, _HEAD_BYTES)
     source, size = source + _HEAD_BYTES, size - _HEAD_BYTES
@@ -145,16 +145,16 @@ def _unpack(source: int, size: int, goal: int, length: int, context: int) -> boo
     return bool(magic[0] == _LZ4 and _unpack_frame(source, size, goal, length))
 
 
-#: What several threads are told, in one array: how many buffers there are, how many were taken by one, one
-#: that is damaged, -1 for none; then the four arguments of `unpack_buffers`.
+#: The task that threads share, as one array: number of buffers, number of buffers claimed by a thread, number
+#: of a damaged buffer (-1: no buffer); then the four arguments of `unpack_buffers`.
 _COUNT, _TAKEN, _BAD, _FIRST = 0, 1, 2, 3
-#: So many are taken at a time: a thread that has to wait for a core keeps few from the others.
+#: Buffers claimed at a time: few, because a thread may have to wait for a core.
 _GRAIN = 8
 
 
 @compiled("void(int64[::1])", nogil=True)
 def _help(task: Ints) -> None:
-    """Unpack buffers as long as there are any that nobody has taken."""
+    """Claim and decompress buffers until all are claimed."""
     count = task[_COUNT]
     context = _new_context()
     while True:
@@ -171,7 +171,7 @@ def _help(task: Ints) -> None:
 
 @compiled_for_c("intp(CPointer(int64))")
 def _help_in_c(address: Any) -> int:
-    """Do the same in a thread that knows nothing of Python."""
+    """Run `_help` in a thread without Python."""
     count = numba.carray(address, 1)[0]  # type: ignore[attr-defined]
     _help(numba.carray(address, _FIRST + 4 * count))  # type: ignore[attr-defined]
     return 0
@@ -179,23 +179,23 @@ def _help_in_c(address: Any) -> int:
 
 @compiled("void(int64[::1], int64, int64)", nogil=True)
 def _unpack_together(task: Ints, others: int, helper: int) -> None:
-    """Have other threads help, as far as they can be begun, and end with the last of them."""
+    """Run `_help` here and in as many of `others` helper threads as can be started; wait for all of them."""
     threads = start_helpers(others, helper, task.ctypes.data)
     _help(task)
     join_helpers(threads)
 
 
 def unpack_buffers(sources: Ints, sizes: Ints, goals: Ints, lengths: Ints) -> int:
-    """Unpack buffers, each as long as it says itself.
+    """Decompress buffers.
 
     Args:
-        sources: Their addresses. Shape `(n,)`, as the others.
-        sizes: Their lengths, packed; at least 8.
-        goals: Where they go.
-        lengths: Their lengths, unpacked, as `find_lengths` has them.
+        sources: Addresses of the buffers. Shape `(n,)`, like the following arguments.
+        sizes: Compressed lengths in bytes, at least 8.
+        goals: Addresses for the decompressed bytes.
+        lengths: Decompressed lengths, as `find_lengths` returned them.
 
     Returns:
-        One that is damaged; -1: none.
+        The number of a damaged buffer; -1 if all are sound.
     """
     threads = max(1, min(native.THREADS, int(lengths.sum()) // EACH_BYTES))
     task = np.concatenate([[sources.size, 0, -1], sources, sizes, goals, lengths])

@@ -1,8 +1,8 @@
-"""Compiled loop that takes rows out of blosc frames, many at a time, without the GIL.
+"""Compiled loop that decompresses many rows of blosc frames without the GIL.
 
-Used by packed columns; imported in the background when rows come, since that loads numba: until then
-numcodecs unpacks frame by frame. It reads addresses it is given; threads that help with many frames end
-before a call returns, and never run Python.
+Used by packed columns. Importing it loads numba; it is imported in the background when rows are read or
+written, and until then numcodecs decompresses frame by frame. The loop works on addresses. Helper threads end
+before a call returns and never run Python.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ __all__ = ["take_distances", "take_rows"]
 
 Ints = NDArray[np.int64]
 
-#: Of a blosc frame whose blocks are LZ4 (lz4hc writes the same), neither shuffled nor split.
+#: Flags of a blosc frame whose blocks are LZ4 (also written by lz4hc), neither shuffled nor split.
 _LZ4 = 32
-#: Frames of more blocks are unpacked whole.
+#: Frames with more blocks are decompressed completely.
 _MOST_BLOCKS = 64
 
 
 @compiled("boolean(int64, int64, int64, int64, int64[::1])", nogil=True)
 def _unpack_some(source: int, size: int, scratch: int, chunk_bytes: int, wanted: Ints) -> bool:
-    """Unpack a frame whose checksum fits, as far as it is wanted; say whether that went well.
+    """Decompress the wanted parts of a frame whose checksum matches; return whether that succeeded.
 
-    Bytes 0 to 15: version, version of the compressor, flags, bytes per item, then u32 length unpacked, length
-    of a block, length packed (Blosc chunk format, version 2). Then comes where each block begins; a block
-    begins with its length, which is that of its bytes where they are not packed.
+    Bytes 0 to 15: version, version of the compressor, flags, bytes per item, then u32 decompressed length,
+    length of a block, compressed length (Blosc chunk format, version 2). Then follows the position of each
+    block. A block begins with its length; if it is the block's decompressed length, the block is not
+    compressed.
 
-    `wanted` has how much of each block is, and room for the most blocks.
+    `wanted` is the number of bytes wanted of each block; it has room for the largest number of blocks.
     """
     header, block = np.empty(4, np.uint32), np.empty(1, np.uint32)
     copy_bytes(header.ctypes.data, source, 16)
@@ -80,16 +81,16 @@ def _unpack_some(source: int, size: int, scratch: int, chunk_bytes: int, wanted:
 
 @compiled("void(int64[::1], int64, int64, int64)", nogil=True)
 def _want(wanted: Ints, each: int, first: int, stop: int) -> None:
-    """Note that bytes of a chunk are wanted, whose blocks have so many."""
+    """Mark bytes `first` to `stop` of a chunk as wanted; its blocks have `each` bytes."""
     for number in range(first // each, min((stop - 1) // each + 1, _MOST_BLOCKS)):
         wanted[number] = max(wanted[number], min(stop - number * each, each))
 
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64[::1], int64[::1], int64[::1])", nogil=True)
 def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Ints, told: Ints) -> int:
-    """Do what `take_rows` does for a run of rows: of the frames that begin there, all rows.
+    """Do the work of `take_rows` for a range of rows: for all rows of the frames whose first row is in it.
 
-    `told` holds row_bytes, chunk_bytes, out, scratch, the first row and the one behind the last.
+    `told` has row_bytes, chunk_bytes, out, scratch, the first row, and the row after the last one.
     """
     row_bytes, chunk_bytes, out, scratch, row, stop = told
     crc, each, wanted = np.empty(1, np.uint32), np.empty(1, np.uint32), np.empty(_MOST_BLOCKS, np.int64)
@@ -117,18 +118,18 @@ def _take_some(sources: Ints, sizes: Ints, which: Ints, inside: Ints, goals: Int
     return -1
 
 
-#: What several threads are told, in one array: how many frames and rows there are; how many threads have
-#: begun, and rows were taken by one; row_bytes, chunk_bytes, out, scratch with room for all of them; places
-#: for what comes of each; then the first five arguments of `take_rows`.
+#: The task that threads share, as one array: number of frames, of rows, of threads that have started, of rows
+#: claimed by a thread; row_bytes, chunk_bytes, out, scratch with room for all threads; a result of each
+#: thread; then the first five arguments of `take_rows`.
 _FRAMES, _ROWS, _BEGUN, _TAKEN, _ARGUMENTS, _RESULT = 0, 1, 2, 3, 4, 8
 _HEAD = _RESULT + MOST_THREADS
-#: So many rows are taken at a time: a thread that has to wait for a core keeps few from the others.
+#: Rows claimed at a time: few, because a thread may have to wait for a core.
 _GRAIN = 8
 
 
 @compiled("void(int64[::1])", nogil=True)
 def _help(task: Ints) -> None:
-    """Take rows as long as there are any that nobody has taken."""
+    """Claim and decompress rows until all are claimed."""
     frames, rows = task[_FRAMES], task[_ROWS]
     number = fetch_add(task.ctypes.data + 8 * _BEGUN, 1)
     told = np.empty(6, np.int64)
@@ -154,7 +155,7 @@ def _help(task: Ints) -> None:
 
 @compiled_for_c("intp(CPointer(int64))")
 def _help_in_c(address: Any) -> int:
-    """Do the same in a thread that knows nothing of Python."""
+    """Run `_help` in a thread without Python."""
     sizes = numba.carray(address, 2)  # type: ignore[attr-defined]
     _help(numba.carray(address, _HEAD + 2 * sizes[0] + 3 * sizes[1]))  # type: ignore[attr-defined]
     return 0
@@ -212,19 +213,19 @@ def take_rows(
 
 @compiled("int64(int64[::1], int64[::1], int64[::1], int64, int64[::1])", nogil=True)
 def take_distances(sources: Ints, which: Ints, inside: Ints, rows: int, out: Ints) -> int:
-    """Read what the tables before frames say of rows.
+    """Read the distances of rows from the tables before their frames.
 
-    A table is a u32, the crc32c of the rest, which must fit, and a u16 for each row of the chunk.
+    A table is a u32, the crc32c of the rest, which must match, and a u16 for each row of the chunk.
 
     Args:
-        sources: Addresses of the frames; 0: there is none, and nothing is read. Shape `(m,)`.
-        which: Before which of them each row's table is, ascending. Shape `(n,)`.
-        inside: Which of its rows. Shape `(n,)`.
-        rows: Of a chunk.
-        out: Gets what they say. Shape `(n,)`.
+        sources: Addresses of the frames; 0 if there is no frame, and its rows are skipped. Shape `(m,)`.
+        which: Number of the frame of each row, ascending. Shape `(n,)`.
+        inside: Number of each row in its chunk. Shape `(n,)`.
+        rows: Number of rows of a chunk.
+        out: Receives the distances. Shape `(n,)`.
 
     Returns:
-        The first frame whose table is damaged; -1: none.
+        The number of the first frame whose table is damaged; -1 if all are sound.
     """
     crc, distance = np.empty(1, np.uint32), np.empty(1, np.uint16)
     held = -1

@@ -1,8 +1,8 @@
-"""Compiled loop that packs chunks into blosc frames, many at a time, without the GIL.
+"""Compiled loop that compresses many chunks into blosc frames without the GIL.
 
-Used by packed columns; imported in the background when rows come, since that loads numba: until then
-numcodecs packs chunk by chunk, and makes the same frames. It reads addresses it is given; threads that help
-end before a call returns, and never run Python.
+Used by packed columns. Importing it loads numba; it is imported in the background when rows are read or
+written, and until then numcodecs compresses chunk by chunk into the same frames. The loop works on addresses.
+Helper threads end before a call returns and never run Python.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from expstore.kernels.native import copy_bytes, crc32c, fetch_add, join_helpers,
 
 __all__ = ["pack_chunks"]
 
-#: Length of what a frame may have beyond its rows, and of the crc32c behind it.
+#: Bytes that a frame may be longer than its rows, and bytes of the crc32c after it.
 _MORE, _CRC = 16, 4
-#: What threads are told, in one array: how many chunks there are, how many were taken by one, address of the
-#: rows, bytes per chunk and per block, level, address of the compressor's name, and of the frames; then a
-#: place for the length of each frame with its crc32c; 0: it could not be made.
+#: The task that threads share, as one array: number of chunks, number of chunks claimed by a thread, address
+#: of the rows, bytes per chunk and per block, level, address of the compressor's name, address of the frames;
+#: then the length of each frame with its crc32c, 0 if compression failed.
 _CHUNKS, _TAKEN, _ROWS, _BYTES, _BLOCK, _LEVEL, _NAME, _FRAMES, _HEAD = range(9)
 
 
 @compiled("void(int64[::1])", nogil=True)
 def _help(task: NDArray[np.int64]) -> None:
-    """Pack chunks as long as there are any that nobody has taken."""
+    """Claim and compress chunks until all are claimed."""
     size = task[_BYTES]
     crc = np.empty(1, np.uint32)
     while True:
@@ -49,7 +49,7 @@ def _help(task: NDArray[np.int64]) -> None:
 
 @compiled_for_c("intp(CPointer(int64))")
 def _help_in_c(address: Any) -> int:
-    """Do the same in a thread that knows nothing of Python."""
+    """Run `_help` in a thread without Python."""
     chunks = numba.carray(address, 1)[0]  # type: ignore[attr-defined]
     _help(numba.carray(address, _HEAD + chunks))  # type: ignore[attr-defined]
     return 0
@@ -57,7 +57,7 @@ def _help_in_c(address: Any) -> int:
 
 @compiled("void(int64[::1], int64, int64)", nogil=True)
 def _pack_together(task: NDArray[np.int64], others: int, helper: int) -> None:
-    """Have other threads help, as far as they can be begun, and end with the last of them."""
+    """Run `_help` here and in as many of `others` helper threads as can be started; wait for all of them."""
     threads = start_helpers(others, helper, task.ctypes.data)
     _help(task)
     join_helpers(threads)
@@ -66,14 +66,14 @@ def _pack_together(task: NDArray[np.int64], others: int, helper: int) -> None:
 def pack_chunks(
     rows: NDArray[Any], count: int, compressor: str, level: int, *, block: int = 0
 ) -> list[bytes]:
-    """Return the frames of chunks, not shuffled, each with its crc32c behind it; b"": it could not be made.
+    """Return the frames of chunks, not shuffled, each followed by its crc32c; b"" if compression failed.
 
     Args:
-        rows: Of all chunks, C-contiguous. Shape `(count * n, *row shape)`.
-        count: How many chunks they are.
-        compressor: Blosc's name of it.
-        level: From 1 to 9.
-        block: As of `Codec.pack`.
+        rows: The rows of all chunks, C-contiguous. Shape `(count * n, *row shape)`.
+        count: Number of chunks.
+        compressor: Blosc's name of the compressor.
+        level: Compression level, 1 to 9.
+        block: Block size in bytes, as in `Codec.pack`.
     """
     size = rows.nbytes // count
     room = np.empty((count, size + _MORE + _CRC), np.uint8)

@@ -1,7 +1,7 @@
-"""What compiled loops call without Python: blosc, crc32c, memcpy, threads.
+"""Native functions that compiled loops call: blosc, crc32c, memcpy, threads.
 
-Used by the loops that pack and unpack. Loading this module loads numba and makes numcodecs' own blosc known
-to it; it raises ImportError where that does not show what is needed. It keeps nothing and starts nothing.
+Used by the loops that compress and decompress. Importing this module loads numba and registers the symbols of
+numcodecs' blosc with it. It raises ImportError if numcodecs does not export the functions that are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "unpack_lz4",
 ]
 
-# The very libraries that Python calls: their functions are found by name when a loop is linked.
+# The libraries that Python calls too: their functions are found by name when a loop is linked.
 llvmlite.binding.load_library_permanently(numcodecs.blosc.__file__)
 llvmlite.binding.load_library_permanently(importlib.import_module("google_crc32c._crc32c").__file__)
 for _name in (
@@ -42,38 +42,38 @@ for _name in (
     "blosc_decompress_ctx",
     "LZ4_decompress_safe_partial",
 ):
-    if llvmlite.binding.address_of_symbol(_name) is None:  # then numcodecs goes on alone
-        raise ImportError(f"google_crc32c or numcodecs does not show {_name}")
+    if llvmlite.binding.address_of_symbol(_name) is None:  # then numcodecs is called from Python instead
+        raise ImportError(f"google_crc32c or numcodecs does not export {_name}")
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-#: So many threads share the work of a call, on machines with as many cores.
+#: The most threads that share the work of a call; fewer on machines with fewer cores.
 MOST_THREADS = 4
 THREADS = min(MOST_THREADS, _CORES)
 
 _INT, _SIZE, _ADDRESS = types.int32, types.uintp, types.intp
-#: Level, shuffle, bytes per item, length, source, goal, its length, compressor, length of a block, threads.
+#: Level, shuffle, bytes per item, length, source, target, its length, compressor, length of a block, threads.
 pack_blosc: Any = types.ExternalFunction(
     "blosc_compress_ctx",
     _INT(_INT, _INT, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _INT),
 )
-#: Source, goal, its length, threads.
+#: Source, target, its length, threads.
 unpack_blosc: Any = types.ExternalFunction("blosc_decompress_ctx", _INT(_ADDRESS, _ADDRESS, _SIZE, _INT))
-#: Source, goal, length, how many bytes are wanted, length of the goal.
+#: Source, target, length, number of bytes wanted, length of the target.
 unpack_lz4: Any = types.ExternalFunction(
     "LZ4_decompress_safe_partial", _INT(_ADDRESS, _ADDRESS, _INT, _INT, _INT)
 )
-#: What goes before, source, length.
+#: The crc32c of the bytes before, source, length.
 crc32c: Any = types.ExternalFunction("crc32c_extend", types.uint32(types.uint32, _ADDRESS, _SIZE))
-#: Goal, source, length.
+#: Target, source, length.
 copy_bytes: Any = types.ExternalFunction("memcpy", _ADDRESS(_ADDRESS, _ADDRESS, _SIZE))
-#: Where its name goes, 0, address of a function, what that gets.
+#: Address for the thread's handle, 0, address of a function, its argument.
 _start_thread: Any = types.ExternalFunction("pthread_create", _INT(_ADDRESS, _ADDRESS, _ADDRESS, _ADDRESS))
-#: Its name, 0.
+#: The thread's handle, 0.
 _join_thread: Any = types.ExternalFunction("pthread_join", _INT(_ADDRESS, _ADDRESS))
 
 
 def _fetch_add(_: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at an address, at once for all threads; return what it was."""
+    """Add to the int64 at an address atomically; return its value before."""
 
     def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
         pointer = builder.inttoptr(given[0], ir.IntType(64).as_pointer())
@@ -87,15 +87,17 @@ fetch_add: Any = intrinsic(_fetch_add)
 
 @compiled("int64[::1](int64, int64, int64)", nogil=True)
 def start_helpers(count: int, function: int, told: int) -> NDArray[np.int64]:
-    """Begin threads, as far as they can be begun; whoever does so must `join_helpers`, in a compiled loop.
+    """Start threads, up to the first that cannot be started.
+
+    The caller must `join_helpers` in a compiled loop.
 
     Args:
-        count: How many.
-        function: Address of what each of them runs.
-        told: What that gets.
+        count: Number of threads.
+        function: Address of the function that each thread runs.
+        told: Argument of the function.
 
     Returns:
-        Their names. Shape `(begun,)`.
+        Handles of the started threads. Shape `(started,)`.
     """
     threads = np.zeros(count, np.int64)
     begun = 0

@@ -1,7 +1,7 @@
-"""A rank for every place, the lowest at hand, and a batch of newcomers that take the places of lower ones.
+"""A tree of ranks with constant-time access to the lowest one, in which batches replace the lowest ranks.
 
-Used by the writer that keeps the best rows. A flat tree of fan-out 8 over float64 leaves, each node the
-least of its children (a tournament). It knows nothing of rows.
+Used by the writer that keeps the best rows. A flat tree of fan-out 8 over float64 leaves; each node is the
+minimum of its children (a tournament). It does not know about rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAN = 8
 
 @compiled("void(float64[::1], int64[::1], int64)")
 def _raise(least: Floats, levels: IntArray, place: int) -> None:
-    """Make the nodes above a leaf anew, as far as they change."""
+    """Recompute the nodes above a leaf, up to the first one that does not change."""
     for level in range(levels.size - 2, 0, -1):
         place //= FAN
         first = levels[level] + place * FAN
@@ -36,7 +36,7 @@ def _raise(least: Floats, levels: IntArray, place: int) -> None:
 
 @compiled("void(float64[::1], int64[::1])")
 def _raise_all(least: Floats, levels: IntArray) -> None:
-    """Make every node above the leaves anew."""
+    """Recompute every node above the leaves."""
     for level in range(levels.size - 2, 0, -1):
         for parent in range((levels[level + 1] - levels[level]) // FAN):
             first = levels[level] + parent * FAN
@@ -55,7 +55,7 @@ def _set(least: Floats, levels: IntArray, places: IntArray, ranks: Floats) -> No
 
 @compiled("void(float64[::1], int64[::1], float64[::1], int64[::1])")
 def _take(least: Floats, levels: IntArray, ranks: Floats, places: IntArray) -> None:
-    """Let newcomers in one after the other, each at the first of the lowest places."""
+    """Insert ranks one after the other, each at the first of the lowest places."""
     for i in range(ranks.size):
         lowest = least[0]
         for node in range(1, FAN):
@@ -76,13 +76,13 @@ def _take(least: Floats, levels: IntArray, ranks: Floats, places: IntArray) -> N
 
 
 class RankTree:
-    """Keep ranks of places 0 to `size` - 1; a place without one is never taken.
+    """The ranks of places 0 to `size` - 1; a place without a rank is never replaced.
 
-    Threads: whoever calls holds the storage's lock. The state follows from the ranks alone, not from the
-    order in which they came. Crashes: nothing is kept.
+    Threads: the caller holds the storage's lock. The state depends on the ranks only, not on the order in
+    which they were set. Crashes: nothing is stored.
 
     Args:
-        size: How many places.
+        size: Number of places.
 
     Example:
         >>> tree = RankTree(4)
@@ -103,8 +103,8 @@ class RankTree:
         """Set the ranks of places.
 
         Args:
-            places: Which ones. Shape `(n,)`, int64.
-            ranks: No NaN among them. Shape `(n,)`, float64.
+            places: The places. Shape `(n,)`, int64.
+            ranks: Their ranks, without NaN. Shape `(n,)`, float64.
         """
         if FAN * places.size < self.size:
             _set(self._least, self._levels, places, ranks)
@@ -113,15 +113,15 @@ class RankTree:
             _raise_all(self._least, self._levels)
 
     def take(self, ranks: Floats) -> IntArray:
-        """Let newcomers in, in their order: who ranks above the lowest takes its place.
+        """Insert ranks in their order: a rank above the lowest one replaces it.
 
-        Of equal ranks the first place goes first; a newcomer may be displaced by a later one.
+        Among equal lowest ranks the first place is replaced. A later rank may replace one inserted before.
 
         Args:
-            ranks: Theirs; no NaN among them. Shape `(n,)`, float64.
+            ranks: The new ranks, without NaN. Shape `(n,)`, float64.
 
         Returns:
-            The place of each, -1 where it was not let in. Shape `(n,)`, int64.
+            The place of each new rank, -1 if it was not inserted. Shape `(n,)`, int64.
         """
         places = np.empty(ranks.size, np.int64)
         _take(self._least, self._levels, ranks, places)
@@ -129,5 +129,5 @@ class RankTree:
 
     @property
     def lowest(self) -> float:
-        """The rank that a newcomer must beat."""
+        """The lowest rank, which a new rank must exceed."""
         return float(self._least[:FAN].min())

@@ -1,7 +1,7 @@
-"""Runs of consecutive steps of one episode, and the id of any step of them.
+"""A table of runs of consecutive steps of one episode, which finds the id of any step.
 
-Used by storages, which feed it the fragments of their episodes as they come; loading it loads numba. It
-knows neither sources nor trajectories, and never reads rows.
+Used by storages, which add new fragments of their episodes. Importing it loads numba. It does not know about
+sources or trajectories, and never reads rows.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from expstore.kernels.file_loops import compiled
 
 __all__ = ["RunTable"]
 
-# Rows of the table of runs; a run's fragments lie one behind another in the pool, with room to grow.
+# Rows of the table of runs; the fragments of a run are consecutive in the pool, with room to grow.
 _EPISODE, _FIRST, _STOP, _START, _COUNT, _ROOM, _HEAD = range(7)
 # Rows of the pool of fragments.
 _STEP, _ID, _STRIDE = range(3)
-# Rows of the heap, in which the run whose oldest readable row has the smallest id is on top.
+# Rows of the heap; the run whose oldest readable row has the smallest id is on top.
 _KEY, _RUN = range(2)
-# What is counted: runs, places of the pool, entries of the heap, runs without rows, fragments, changed runs.
+# Counters: runs, used places of the pool, entries of the heap, runs without rows, fragments, changed runs.
 _RUNS, _POOL, _HEAP, _DEAD, _LIVE, _CHANGED = range(6)
 
 _TABLES = "int64[:, ::1], int64[:, ::1], int64[:, ::1], int64[::1]"
@@ -102,7 +102,7 @@ def _append(
     first: int,
     stride: int,
 ) -> bool:
-    """Add a fragment to a run; False: the pool is full, and nothing was done."""
+    """Add a fragment to a run; return False, without a change, if the pool is full."""
     count, room = runs[_COUNT, run], runs[_ROOM, run]
     if count == room:
         start, used = runs[_START, run], counts[_POOL]
@@ -125,7 +125,7 @@ def _append(
 
 @compiled(f"void({_TABLES}, int64, int64)")
 def _revive(runs: IntArray, pool: IntArray, heap: IntArray, counts: IntArray, run: int, step: int) -> None:
-    """Let a run that has lost all its rows go on with its newest fragment, from a step on."""
+    """Make a run without readable rows readable again, from a step of its newest fragment on."""
     head = runs[_COUNT, run] - 1
     place = runs[_START, run] + head
     counts[_LIVE] += head < runs[_HEAD, run]
@@ -146,10 +146,11 @@ def _take_in(
     changed: IntArray,
     noted: Any,
 ) -> int:
-    """Take in fragments from number `begin` on.
+    """Add fragments from number `begin` on.
 
     Returns:
-        How many are done, fewer than there are if the pool is full; -1: they do not follow what is there.
+        The number of fragments that were added, fewer than there are if the pool is full; -1 if a fragment
+        does not continue the table.
     """
     for i in range(begin, fragments.shape[1]):
         episode, step, length = fragments[0, i], fragments[1, i], fragments[2, i]
@@ -165,7 +166,7 @@ def _take_in(
                 if not _append(runs, pool, heap, counts, run, step, first, stride):
                     return i
             elif stop < step:
-                run = -1  # rows between were given up
+                run = -1  # rows between them were deleted
             else:
                 return -1
             if run >= 0:
@@ -192,7 +193,7 @@ def _take_in(
 def _let_go(
     runs: IntArray, pool: IntArray, heap: IntArray, counts: IntArray, low: int, changed: IntArray, noted: Any
 ) -> None:
-    """Cut off the rows with ids up to `low`."""
+    """Remove the rows with ids up to `low` from their runs."""
     while counts[_HEAP] > 0 and heap[_KEY, 0] <= low:
         run = heap[_RUN, 0]
         _note(changed, noted, counts, run)
@@ -233,7 +234,7 @@ def _compact(
     heap: IntArray,
     counts: IntArray,
 ) -> None:
-    """Copy what is alive, in the same order."""
+    """Copy the runs and fragments with readable rows, in the same order."""
     for run in range(count):
         if runs[_FIRST, run] >= runs[_STOP, run]:
             continue
@@ -252,7 +253,7 @@ def _compact(
 
 @compiled("int64(int64[:, ::1], int64, int64, int64)")
 def _fragment(pool: IntArray, low: int, high: int, step: int) -> int:
-    """Return the last of the fragments from `low` to before `high` that does not begin after a step."""
+    """Return the last fragment in `low` to `high` - 1 that begins at or before a step."""
     while high - low > 1:
         middle = (low + high) // 2
         if pool[_STEP, middle] <= step:
@@ -304,7 +305,7 @@ def _near(
         first, last = runs[_FIRST, run], runs[_STOP, run] - 1
         begin = runs[_START, run]
         end = begin + runs[_COUNT, run]
-        low, below, above = begin, np.int64(0), np.int64(-1)  # a fragment, and the steps that lie in it
+        low, below, above = begin, np.int64(0), np.int64(-1)  # a fragment, its first and its last step
         for k in range(offsets.shape[1]):
             step = steps[i] + offsets[own, k]
             there[i, k] = first <= step <= last
@@ -341,7 +342,7 @@ def _locate(
         run = _last_run(runs, count, episodes[i])
         if run < 0:
             continue
-        below, above = _last_run_below(runs, run, episodes[i]), run  # ids grow from run to run
+        below, above = _last_run_below(runs, run, episodes[i]), run  # ids increase from run to run
         while above - below > 1:
             middle = (below + above) // 2
             if pool[_ID, runs[_START, middle]] <= ids[i]:
@@ -369,13 +370,14 @@ def _locate(
 
 
 class RunTable:
-    """Keep runs in the order of their episodes' ids: (episode, readable steps that follow one another).
+    """The runs of a store, sorted by episode id.
 
-    An episode has one run, or several where rows of it were given up. Numbers of runs hold until
-    `compact`, or until the table is made anew. Adding a fragment takes constant time, finding a step the
-    logarithm of its episode's fragments.
+    A run is a range of consecutive, readable steps of an episode.
+    An episode has one run, or several if rows between them were deleted. The numbers of runs are valid until
+    `compact`, or until the table is rebuilt. Adding a fragment takes constant time; finding a step takes time
+    logarithmic in the number of its episode's fragments.
 
-    Not locked: who uses it sees to that.
+    Not locked: callers must lock it.
 
     Args:
         fragments: The columns of `Fragments`. Shape `(5, n)`.
@@ -390,7 +392,7 @@ class RunTable:
     """
 
     def __init__(self, fragments: IntArray, low: int) -> None:
-        # Within an episode fragments arrive in the order of their steps.
+        # The fragments of an episode are in the order of their steps.
         fragments = fragments.take(np.argsort(fragments[0], kind="stable"), axis=1)
         self._counts = np.zeros(6, np.int64)
         self._make_room(1, 2 * fragments.shape[1])
@@ -402,15 +404,15 @@ class RunTable:
         self._changed, self._noted = np.zeros(runs, np.int64), np.zeros(runs, np.int8)
 
     def take_in(self, fragments: IntArray, low: int) -> IntArray | None:
-        """Take in fragments that are new or longer, then let go of rows with ids up to `low`.
+        """Add fragments that are new or longer, then remove rows with ids up to `low`.
 
         Args:
-            fragments: In the order of their arrival. Shape `(5, n)`, C-contiguous.
+            fragments: The fragments in the order in which they were written. Shape `(5, n)`, C-contiguous.
             low: The newest id that can no longer be read.
 
         Returns:
-            The runs that have changed, each once. Shape `(changed,)`. None: what came does not follow what
-            is here, and the table must be made anew.
+            The numbers of the changed runs, each once. Shape `(changed,)`. None if a fragment does not
+            continue the table: then the table must be rebuilt.
         """
         count, done = fragments.shape[1], 0
         self._grow(count)
@@ -439,12 +441,12 @@ class RunTable:
 
     @property
     def wasteful(self) -> bool:
-        """Whether most of what is kept is of rows that have left."""
+        """Whether most entries are of rows that can no longer be read, so that `compact` is worthwhile."""
         runs, pool, _, dead, live, _ = self._counts.tolist()
         return dead > 1024 + runs - dead or pool > 4096 + 4 * live
 
     def compact(self) -> None:
-        """Forget runs without rows; the others get new numbers in the same order."""
+        """Remove runs without readable rows; the other runs get new numbers in the same order."""
         runs, pool, count = self._runs, self._pool, self.count
         live = count - int(self._counts[_DEAD])
         self._make_room(max(256, 2 * live), max(256, 2 * int(self._counts[_LIVE])))
@@ -453,12 +455,12 @@ class RunTable:
 
     @property
     def count(self) -> int:
-        """How many runs there are, those without rows included."""
+        """Number of runs, including runs without readable rows."""
         return int(self._counts[_RUNS])
 
     @property
     def episode(self) -> IntArray:
-        """Episode id of each run, ascending. Shape `(count,)`; a view, as are the others."""
+        """Episode id of each run, ascending. Shape `(count,)`; a view, like `first` and `stop`."""
         return self._runs[_EPISODE, : self.count]
 
     @property
@@ -468,31 +470,32 @@ class RunTable:
 
     @property
     def stop(self) -> IntArray:
-        """Step after the last one of each run; `first` where no row is left. Shape `(count,)`."""
+        """Step after the last one of each run; `first` if no row is readable. Shape `(count,)`."""
         return self._runs[_STOP, : self.count]
 
     def rows(self, runs: IntArray, starts: IntArray, lengths: IntArray) -> IntArray:
-        """Return the ids of the rows of slices, one slice behind another; 0 beyond a run's end.
+        """Return the ids of the rows of slices, concatenated; 0 for steps after a run's end.
 
         Args:
-            runs: Of each slice. Shape `(n,)`, int64.
-            starts: Its first step, a readable one. Shape `(n,)`, int64.
-            lengths: How many rows it has. Shape `(n,)`, int64.
+            runs: The run of each slice. Shape `(n,)`, int64.
+            starts: The first step of each slice, which must be readable. Shape `(n,)`, int64.
+            lengths: The number of rows of each slice. Shape `(n,)`, int64.
         """
         ids = np.empty(int(lengths.sum()), np.int64)
         _rows(self._runs, self._pool, runs, starts, lengths, ids)
         return ids
 
     def near(self, runs: IntArray, steps: IntArray, offsets: IntArray) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Return the ids of steps so far from others, of a run's first or last step where there is none.
+        """Return the ids of the rows at step offsets from rows, clipped to the first and last step of a run.
 
         Args:
-            runs: With readable rows. Shape `(n,)`, int64.
-            steps: Readable ones of these. Shape `(n,)`, int64.
-            offsets: How many steps later. Shape `(n, k)`, or `(1, k)` for all the same; C-contiguous.
+            runs: The run of each row, with readable rows. Shape `(n,)`, int64.
+            steps: The step of each row, which must be readable. Shape `(n,)`, int64.
+            offsets: Number of steps after each row. Shape `(n, k)`, or `(1, k)` for the same offsets for all
+                rows; C-contiguous.
 
         Returns:
-            Ids, and whether there is such a step. Shapes `(n, k)`.
+            The ids, and whether the run has a step at the offset. Shapes `(n, k)`.
         """
         shape = (runs.size, offsets.shape[1])
         ids, there = np.empty(shape, np.int64), np.empty(shape, np.bool_)
@@ -500,13 +503,13 @@ class RunTable:
         return ids, there
 
     def find(self, episodes: IntArray, steps: IntArray) -> IntArray:
-        """Return the runs in which steps of episodes lie; -1 for rows that have left. Shapes `(n,)`."""
+        """Return the runs that contain steps of episodes; -1 for rows that cannot be read. Shapes `(n,)`."""
         found = np.empty(episodes.size, np.int64)
         _find(self._runs, self.count, episodes, steps, found)
         return found
 
     def locate(self, episodes: IntArray, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return run and step of rows of episodes; run -1 for rows that have left. Shapes `(n,)`."""
+        """Return run and step of rows of episodes; run -1 for rows that cannot be read. Shapes `(n,)`."""
         found, steps = np.empty(ids.size, np.int64), np.empty(ids.size, np.int64)
         _locate(self._runs, self._pool, self.count, episodes, ids, found, steps)
         return found, steps

@@ -1,7 +1,7 @@
-"""A weight for every place, and the place under any share of their sum.
+"""A sum tree: a weight for every place, from which places are drawn in proportion to their weights.
 
 Used by prioritized samplers. A flat tree of fan-out 8 over float64 leaves (Schaul et al. 2016, appendix
-B.2.1, keeps a binary one), with the smallest weight beside the sum. It does not know about rows.
+B.2.1, use a binary one). Each node has the sum and the smallest of its weights. It does not know about rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Floats = NDArray[np.float64]
 #: Children of a node. Eight float64 are one cache line.
 FAN = 8
 _FAN_BITS = 3
-#: From this share of the leaves on, all sums are made anew instead of one by one.
+#: From this fraction of the leaves on, all sums are recomputed instead of single ones.
 _BULK = 1 / 16
-#: Levels of up to so many nodes are taken to be in the cache.
+#: Levels with up to this many nodes are assumed to be in the CPU cache.
 _CACHED = 4096
 #: Bytes of a number.
 _ITEM = 8
@@ -36,7 +36,7 @@ _ARRAYS = "float64[::1], float64[::1], int64[::1]"
 
 @compiled("UniTuple(float64, 2)(float64[::1], float64[::1], int64)")
 def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
-    """Return sum and minimum of eight nodes. Written out: additions that wait for one another are slow."""
+    """Return sum and minimum of eight nodes; unrolled, since additions that wait for one another are slow."""
     total = ((sums[first] + sums[first + 1]) + (sums[first + 2] + sums[first + 3])) + (
         (sums[first + 4] + sums[first + 5]) + (sums[first + 6] + sums[first + 7])
     )
@@ -49,10 +49,10 @@ def _gather(sums: Floats, smallest: Floats, first: int) -> tuple[float, float]:
 
 @compiled(f"void({_ARRAYS}, int64[::1], float64[::1])")
 def _set(sums: Floats, smallest: Floats, levels: IntArray, places: IntArray, weights: Floats) -> None:
-    """Set leaves, and every node above them from its children: no rounding is carried along.
+    """Set leaves and recompute the nodes above them from their children: rounding errors do not add up.
 
-    Level by level: then the additions wait for none of those before, and the few nodes near the top, which
-    are above many of the leaves, are made once.
+    It works level by level: then additions do not depend on the ones before, and the few nodes near the root,
+    which are above many of the leaves, are computed once.
     """
     bottom = levels.size - 2
     for level in range(bottom, -1, -1):
@@ -214,15 +214,15 @@ class SumTree:
 
     @property
     def smallest(self) -> float:
-        """The smallest weight above 0; infinite if there is none."""
+        """The smallest weight above 0; infinite if all weights are 0."""
         return float(self._smallest[:FAN].min())
 
     def set(self, places: IntArray, weights: Floats) -> None:
-        """Set the weights of places; for a place given twice the last one counts.
+        """Set the weights of places; if a place occurs twice, its last weight is used.
 
         Args:
-            places: Shape `(n,)`, int64.
-            weights: Finite, not negative. Shape `(n,)`, float64.
+            places: The places. Shape `(n,)`, int64.
+            weights: Their weights, finite and not negative. Shape `(n,)`, float64.
         """
         if places.size < self.size * _BULK:
             _set(self._sums, self._smallest, self._levels, places, weights)
@@ -232,7 +232,7 @@ class SumTree:
         self._finish()
 
     def fill(self, weights: Floats) -> None:
-        """Set the weights of the places from 0 on; the others get none."""
+        """Set the weights of the places from 0 on; all other weights become 0."""
         leaves = self.weights
         leaves[: weights.size] = weights
         leaves[weights.size :] = 0.0

@@ -1,7 +1,7 @@
-"""Look at stores, hold their files against one another, and repair what can be repaired.
+"""Inspect, check and repair stores.
 
-Used by the command line and by programs that keep stores for long. Only `repair` changes a file, and
-`upgrade`, which is not gathered here because it loads DuckDB.
+Used by the command line and by programs that manage stores. Only `repair` changes files, and `upgrade`, which
+is not imported here because it loads DuckDB.
 """
 
 from expstore.maintenance.findings import Finding

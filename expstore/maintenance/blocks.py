@@ -1,6 +1,6 @@
-"""The part of `verify` that reads the columns: metadata, lengths, shard indexes, and every block's sums.
+"""The part of `verify` that checks the columns: metadata, lengths, shard indexes, checksums of blocks.
 
-It reads with pread, so that a file that is cut short meanwhile ends in a finding and not in a signal.
+It reads with pread, so that a file that is truncated meanwhile causes a finding and not a signal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def check_metadata(inspection: Inspection) -> None:
-    """Hold every zarr.json against what the schema asks for."""
+    """Check every zarr.json against the schema."""
     group = inspection.group
     if group is None:
         return
@@ -61,7 +61,7 @@ def check_metadata(inspection: Inspection) -> None:
 
 
 def metadata_of(inspection: Inspection) -> dict[str, bytes]:
-    """Return the files of Zarr metadata that the schema asks for: relative name -> bytes."""
+    """Return the Zarr metadata files that the schema requires: relative name -> bytes."""
     group = inspection.group
     if group is None:
         return {}
@@ -104,13 +104,13 @@ def _metadata_trouble(
 
 
 def rows_of_file(size: int, row_bytes: int) -> int:
-    """Return how many rows a shard file of this length has; 0 if none has this length."""
+    """Return the number of rows of a shard file of this length; 0 if no shard can have this length."""
     blocks, rest = divmod(size - 4, BLOCK_ROWS * row_bytes + 16)
     return blocks * BLOCK_ROWS if blocks > 0 and rest == 0 else 0
 
 
 def _find_shard_rows(inspection: Inspection, column: FlatColumn, separator: str) -> None:
-    """Find out from its first shard's length how many rows one has: zarr.json cannot tell."""
+    """Derive the rows per shard from the length of the first shard, because zarr.json is damaged."""
     column.separator = separator
     size = inspection.disk.size(column.shard_path(0))
     column.rows = rows_of_file(size, column.row_bytes) or column.rows
@@ -122,8 +122,9 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
 
     Args:
         inspection: The check.
-        unsettled: Blocks of which the sums need not hold: written to since the last mark.
-        progress: Is told how far this is.
+        unsettled: Blocks whose checksums may be wrong, because they were written to since the last
+            checkpoint.
+        progress: Called with the number of bytes checked so far, and the number of bytes to check.
     """
     group = inspection.group
     if group is None:
@@ -156,7 +157,7 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     for files in inspection.packed.values():
         _check_packed(inspection, files)
     for column in [group.row_fields[-1], *([] if inspection.sampled is None else [inspection.sampled])]:
-        # What is counted has no shard before rows are handed out, or synced.
+        # The column of counts has no shard before rows are handed out, or synced.
         due = needed if column is not inspection.sampled else needed - unsettled
         for number in _shard_numbers(inspection, column, max(due, default=-1) + 1):
             _check_shard(inspection, -1, column, number, entries, [], unsettled)
@@ -167,7 +168,7 @@ def _check_packed(inspection: Inspection, files: PackedFiles) -> None:
     column = files.column
     lost: dict[Path, list[int]] = {}
     files.note_hidden(inspection.settled_runs())
-    # Of later ones the journal has the rows, or their checksum.
+    # For later rows the journal has the rows themselves, or their checksum.
     for first, count in inspection.settled_runs():
         for slot, offset, n in inspection.pieces(first, count):
             turn = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
@@ -208,7 +209,7 @@ def _note_packed(
 
 
 def _needed_blocks(inspection: Inspection) -> set[int]:
-    """Return the blocks of rows that must stand in the columns: of others the journal has the bytes."""
+    """Return the blocks of the rows that must be in the columns; the journal has the bytes of other rows."""
     past, low, runs = inspection.past, inspection.window.low, inspection.settled_runs()
     for publish in () if past is None else past.unsynced():
         first = max(publish.first_id + publish.skipped, low + 1)
@@ -253,7 +254,7 @@ def _of_ids(ids: tuple[tuple[int, int], ...]) -> str:
 
 
 def _shard_numbers(inspection: Inspection, column: FlatColumn, blocks: int) -> Iterator[int]:
-    """Yield the shards that blocks 0 to `blocks` - 1 need, and those beyond that are there."""
+    """Yield the numbers of the shards that blocks 0 to `blocks` - 1 need, and of later shards that exist."""
     number = 0
     while number * column.rows < blocks * BLOCK_ROWS or inspection.disk.exists(column.shard_path(number)):
         yield number
@@ -333,13 +334,13 @@ def _sum(file: File, start: int, stop: int) -> int:
 
 
 def read_column(inspection: Inspection, place: int, first_id: int, count: int) -> Iterator[tuple[int, Array]]:
-    """Yield (first id, values) of a run of rows of a column, leaving out shards that are not whole.
+    """Yield (first id, values) of a run of rows of a column, without incomplete shards.
 
     Args:
         inspection: The check.
         place: The column's number; negative ones count from the end.
-        first_id: Of the run.
-        count: How many rows.
+        first_id: First id of the run.
+        count: Number of rows.
     """
     if inspection.group is None:
         return
@@ -360,7 +361,7 @@ def read_column(inspection: Inspection, place: int, first_id: int, count: int) -
 
 
 def _read_slots(disk: Disk, column: FlatColumn, slot: int, count: int) -> Array | None:
-    """Read a run of slots as they stand in the files; None: a shard is not whole. Shape `(count, ...)`."""
+    """Read a run of slots from the files; None if a shard is incomplete. Shape `(count, ...)`."""
     parts, done = [], 0
     while done < count:
         number, row = divmod(slot + done, column.rows)
@@ -381,7 +382,7 @@ def _read_slots(disk: Disk, column: FlatColumn, slot: int, count: int) -> Array 
 def _read_packed(
     inspection: Inspection, files: PackedFiles, first_id: int, count: int
 ) -> Iterator[tuple[int, Array]]:
-    """Do so for a packed column, without rows that are lost."""
+    """Yield (first id, values) of a run of rows of a packed column, without lost rows."""
     each = files.column.row_bytes
     for slot, offset, n in inspection.pieces(first_id, count):
         turn = 0 if inspection.slots is None else (first_id + offset - 1) // inspection.slots

@@ -1,6 +1,6 @@
-"""How the fields of a store lie on disk, how much room they take, and for how many more rows there is some.
+"""Measure how a store's fields are stored, how much disk space they use, and how many more rows fit.
 
-Used by `expstore info`. It reads zarr.json files, lengths and ids, and no row of the user's.
+Used by `expstore info`. It reads zarr.json files, file lengths and ids, but none of the user's rows.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["StoreSize", "store_size"]
 
 @dataclass(frozen=True, slots=True)
 class StoreSize:
-    """Say how much room a store takes and has.
+    """The disk space that a store uses and has left.
 
     Args:
-        disk_bytes: What all of its files take.
-        free_bytes: On its disk.
-        fields: The user's, in the schema's order.
-        row_bytes: What a row more takes in all columns, on average; None: there are no fields yet.
-        more_rows: For how many more rows there is space, by that; None: there are no fields yet.
-        ring_fits: Whether there is for all that are missing until the ring is full; None: it is none.
+        disk_bytes: Bytes used by all of its files.
+        free_bytes: Free bytes on its disk.
+        fields: Sizes of the user's fields, in the schema's order.
+        row_bytes: Average bytes of one more row in all columns; None if there are no fields yet.
+        more_rows: How many more rows fit on the disk, by `row_bytes`; None if there are no fields yet.
+        ring_fits: Whether the rows that are missing in a ring fit on the disk; None if the store is
+            unbounded.
     """
 
     disk_bytes: int
@@ -40,15 +41,15 @@ class StoreSize:
 
 
 def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSize:
-    """Return what a store takes, and what the disk has left.
+    """Return the disk space that a store uses, and what the disk has left.
 
-    The index, the journal and what is known of episodes come on top of what a row takes.
+    `row_bytes` does not include the index, the journal and episodes.log.
 
     Args:
-        disk: Where files are touched; only read.
-        path: The store.
-        manifest: Its settings.
-        held: How many rows stand in its columns, readable or not.
+        disk: Access to files; it only reads.
+        path: The store's folder.
+        manifest: The store's manifest.
+        held: Number of rows in its columns, readable or not.
     """
     schema, slots, free = manifest.schema, manifest.slots, disk.free(path)
     if schema is None:

@@ -1,6 +1,6 @@
-"""Restore a damaged episodes.log: keep the entries that are whole, make lost ones from columns and journal.
+"""Restore a damaged episodes.log: keep intact entries, rebuild lost ones from the columns and the journal.
 
-Used by `repair`. The log keeps its length, which marks in the journal name. It writes nothing.
+Used by `repair`. The log keeps its length, because mark records in the journal contain it. It writes nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["Restored", "restore_log"]
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Hold a log that is whole again.
+    """A restored log.
 
     Args:
-        data: Its bytes.
-        summary: What was kept and made.
+        data: The bytes of the file.
+        summary: How many entries were kept and rebuilt, as text.
     """
 
     data: bytes
@@ -32,11 +32,11 @@ class Restored:
 
 
 def restore_log(inspection: Inspection) -> Restored:
-    """Return a log of the same length in which every entry is whole.
+    """Return a log of the same length in which every entry is intact.
 
-    Of an episode whose entry is lost, id, length and last row are found in the columns; it counts as cut,
-    of no known source, with a return of 0. Of one without readable rows nothing is left. Sources with
-    names are in the journal.
+    The id, length and last row of an episode whose entry is lost are read from the columns. Its status is
+    cut, its source is unknown, and its return is 0. An episode without readable rows is lost. Named sources
+    are read from the journal.
     """
     past = inspection.past
     length = 0 if past is None else past.log_length
@@ -45,14 +45,14 @@ def restore_log(inspection: Inspection) -> Restored:
     data = data[:length].ljust(length, b"\0")
     kept, pieces = salvage(data)
     lost = _lost_entries(inspection, kept)
-    # There is always one to repeat: the piece itself was an entry.
+    # There always is an entry to repeat: the lost piece was itself an entry.
     filled, placed = fill_up(data, pieces, lost or kept[-1:] or [LogEntry(episode=0, source=0)])
     made = min(placed, len(lost))
     return Restored(filled, f"{len(kept)} entries kept, {made} made anew")
 
 
 def _lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry]:
-    """Return entries for sources and episodes that rows or journal know and the log does not."""
+    """Return entries for the sources and episodes that are in the rows or the journal but not in the log."""
     past = inspection.past
     if past is None:
         return []

@@ -1,6 +1,6 @@
-"""What a check found, and what it knows of the store while it looks.
+"""The findings of a check, and the state that the parts of a check share.
 
-Used by the checks. It reads what the other parts of a check share and never changes a file.
+Used by the checks of this package. It never changes a file.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from expstore.storages.recovery.recover import Past
 
 __all__ = ["Finding", "Inspection", "Progress", "runs_of"]
 
-#: Is told how many bytes were looked at, and how many there are.
+#: Called with the number of bytes checked so far, and the number of bytes to check.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Say what is wrong, and where.
+    """One problem that a check found.
 
     Args:
-        kind: Stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
+        kind: A stable word: manifest, metadata, missing, length, footer, payload, unwritten, checksums,
             journal, torn, episodes.log, keys, ids, episodes, index, repair, version, state or
             archive.
         path: The file, relative to the store.
-        message: One line.
-        column: The field, as users read it.
+        message: A description in one line.
+        column: The name of the field.
         shard: Number of the shard.
-        slots: First and last slot of the rows.
+        slots: First and last slot of the affected rows.
         ids: The readable rows among them: first and last id of each run.
-        fatal: Nothing can be read while this stands.
+        fatal: Whether the store cannot be read until this is repaired.
     """
 
     kind: str
@@ -55,19 +55,19 @@ class Finding:
 
 @dataclass(slots=True)
 class Inspection:
-    """Carry a check through a store.
+    """The state of a check of one store.
 
     Args:
-        disk: Where files are touched; only read.
-        path: The store.
-        manifest: Its settings.
-        group: Its columns, opened for reading; None: it has no fields yet.
-        sampled: The same, of how often rows were handed out; None: it has no such column.
-        past: What its journal says; None: it has none that can be read.
-        window: Its readable rows.
-        found: Findings so far.
-        packed: What stands in the files of packed columns, by their places.
-        damaged: Blocks whose bytes are not what was written, by column (its place).
+        disk: Access to files; it only reads.
+        path: The store's folder.
+        manifest: The store's manifest.
+        group: The store's columns, opened for reading; None if it has no fields yet.
+        sampled: The column of how often rows were handed out; None if the store has none.
+        past: The content of the journal; None if there is no readable journal.
+        window: The readable rows.
+        found: The findings so far.
+        packed: The content of the files of packed columns, by the column's position.
+        damaged: The blocks that do not have their checksums, by the column's position.
     """
 
     disk: Disk
@@ -83,12 +83,12 @@ class Inspection:
 
     @property
     def slots(self) -> int | None:
-        """How many physical places a ring has."""
+        """Number of slots of a ring; None in an unbounded store."""
         return self.manifest.slots
 
     @property
     def arrays(self) -> list[FlatColumn | PackedRows]:
-        """Whatever lies in a Zarr array: what has checksums, then what has none."""
+        """All columns that are Zarr arrays: the columns with checksums first, then the others."""
         arrays = [] if self.group is None else [*self.group.arrays]
         return arrays if self.sampled is None else [*arrays, self.sampled]
 
@@ -99,7 +99,7 @@ class Inspection:
         return flat if self.sampled is None else [*flat, self.sampled]
 
     def settled_runs(self) -> list[tuple[int, int]]:
-        """Return the readable rows that a mark covers, as runs: (first id, rows)."""
+        """Return the readable rows that a checkpoint covers, as runs: (first id, number of rows)."""
         window, past = self.window, self.past
         last = window.last if past is None else min(window.last, past.synced)
         return [
@@ -107,15 +107,15 @@ class Inspection:
         ]
 
     def relative(self, path: Path) -> str:
-        """Return a path as findings name it."""
+        """Return a path relative to the store, as in findings."""
         return path.relative_to(self.path).as_posix()
 
     def note(self, finding: Finding) -> None:
-        """Keep a finding."""
+        """Record a finding."""
         self.found.append(finding)
 
     def pieces(self, first_id: int, count: int) -> list[tuple[int, int, int]]:
-        """Cut a run of ids at the end of the ring: (first slot, offset in the run, rows)."""
+        """Split a run of ids at the end of the ring into (first slot, offset in the run, number of rows)."""
         return cut_run(first_id, count, self.slots)
 
     def ids_in(self, first_slot: int, count: int) -> IntArray:

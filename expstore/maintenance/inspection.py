@@ -1,7 +1,7 @@
-"""Look at a store without opening it: what it holds, who has it open, how it was left.
+"""Inspect a store without opening it: its content, its writer, and whether it was closed cleanly.
 
-Used by the command line. It takes no lock that outlasts the look and never changes a file, so a store
-that another process writes to, and one whose recovery is still to come, can be looked at.
+Used by the command line. It holds no lock after it returns and never changes a file. So it can inspect a
+store that another process writes to, and a store that needs a recovery.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TRIES = 3
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Name who has a store open for writing; None where LOCK does not say.
+    """The process that has a store open for writing; attributes are None if LOCK does not contain them.
 
     Args:
-        pid: The process.
-        host: Its machine.
-        since: Seconds since 1970.
+        pid: The process id.
+        host: The name of its machine.
+        since: When it opened the store, in seconds since 1970.
     """
 
     pid: int | None = None
@@ -38,16 +38,16 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Hold what a look at a store found.
+    """The result of inspecting a store.
 
     Args:
-        manifest: Its settings.
-        rows: How many rows can be read.
-        written: How many were ever written.
-        episodes: How many episodes it ever held, by status.
-        last_write: Seconds since 1970; None: never.
-        writer: Who has it open for writing.
-        unclean: Whether the last writer did not close it; None while one is at it.
+        manifest: The store's manifest.
+        rows: Number of readable rows.
+        written: Number of rows ever written.
+        episodes: Number of episodes that it ever had, by status.
+        last_write: Time of the last write, in seconds since 1970; None if there was none.
+        writer: The process that has it open for writing, if any.
+        unclean: Whether the last writer did not close it; None while a writer has it open.
     """
 
     manifest: Manifest
@@ -60,19 +60,19 @@ class Survey:
 
 
 def survey(path: Path, *, disk: Disk | None = None) -> Survey:
-    """Look at a store.
+    """Inspect a store.
 
-    Beside a running writer, rows that came one by one are counted when they stand in the columns, 0.1 s
-    later. Rows that opening would drop after a power cut are not counted.
+    While a writer has the store open, rows that it added one by one are counted once they are in the columns,
+    up to 0.1 s later. Rows that opening the store would drop after a power cut are not counted.
 
     Args:
-        path: Its folder.
-        disk: Where files are touched; only read.
+        path: The store's folder.
+        disk: Access to files; it only reads.
 
     Raises:
         NotFoundError: There is no store.
-        CorruptionError: It is damaged.
-        MigrationError: A newer version of the library made it.
+        CorruptionError: The store is damaged.
+        MigrationError: A newer version of the library wrote the store.
     """
     storage = FollowerStorage(path, disk=disk)
     try:
@@ -102,10 +102,10 @@ def survey(path: Path, *, disk: Disk | None = None) -> Survey:
 
 
 def find_writer(disk: Disk, path: Path) -> Writer | None:
-    """Return who holds a lock file or its folder; None: both are free."""
+    """Return the process that holds a lock file or its folder; None if both are free."""
     for _ in range(_TRIES):
         if not is_locked(disk, path):
             return None
-        time.sleep(0.005)  # whoever has it may only be looking, too
+        time.sleep(0.005)  # another process may hold it briefly, to test whether it is free
     owner = read_owner(disk, path)
     return Writer() if owner is None else Writer(owner.pid, owner.host, owner.since)

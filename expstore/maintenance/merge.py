@@ -1,7 +1,7 @@
-"""`expstore.merge`: several stores become a new one.
+"""`expstore.merge`: copy the rows of several stores into a new one.
 
-Used by the command line. The stores are read as followers do, and never changed; the new one stands aside
-until it is whole.
+Used by the command line. The sources are read as a reader does, and never changed. The new store is built
+under a temporary name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = ["Merged", "MergedRun", "merge"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedRun:
-    """Say what a store brought.
+    """What was copied from one store.
 
     Args:
-        path: Its folder.
-        name: What its sources' names begin with.
-        rows: How many.
-        episodes: How many it had ever.
+        path: The store's folder.
+        name: The prefix of the names of its sources.
+        rows: Number of rows copied.
+        episodes: Number of episodes that the store ever had.
     """
 
     path: Path
@@ -61,13 +61,13 @@ class MergedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """Say what was made.
+    """The result of a merge.
 
     Args:
-        path: The new store.
-        rows: How many can be read in it.
-        given_up: How many there was no room for.
-        runs: What each store brought.
+        path: The new store's folder.
+        rows: Number of readable rows in it.
+        given_up: Number of rows dropped because of its capacity.
+        runs: What was copied from each store.
     """
 
     path: Path
@@ -86,36 +86,37 @@ def merge(
     progress: Progress | None = None,
     disk: Disk | None = None,
 ) -> Merged:
-    """Make a new store of the rows of several.
+    """Create a new store with the rows of several stores.
 
-    They follow one another store by store, each with its episode's step, its time and priority; ids and
-    episode ids are new. A source keeps its name behind that of its store, as in `run-1/arm`, so that
-    trajectory ids of different stores never meet; episodes keep what was noted about them, and open ones are
-    cut. `meta` lists the stores with their own; settings that draws depend on are new. Of a store that keeps
-    the best rows these are taken; the new one keeps the newest.
+    The rows of each store follow those of the store before. Rows keep their step, time and priority; ids and
+    episode ids are new. The name of a source gets the name of its store as a prefix, as in `run-1/arm`, so
+    that trajectory ids of different stores never collide. Episodes keep their facts; open episodes are cut.
+    `meta` of the new store lists the stores with their `meta`; settings that draws depend on are new. If a
+    store keeps the best rows, these rows are copied; the new store keeps the newest.
 
-    Crashes: it is there whole or not at all. Processes: nobody may write to the stores meanwhile.
+    Crashes: the new store is complete or does not exist. Processes: no process may write to the stores
+    meanwhile.
 
     Args:
-        paths: Their folders, in this order; versions, too, and folders of versions, of which the newest is
-            meant.
-        out: The new store's folder, which must not be there yet.
-        capacity: Most readable rows, of which the last ones stay; None: unbounded.
-        layout: How its fields lie on disk; as of `expstore.open`.
-        fields: The same for single fields.
-        progress: Is told bytes done and bytes in all, between two pieces.
-        disk: Where files are touched.
+        paths: Folders of the stores, in the order of their rows. A version is accepted too, and a folder of
+            versions, which means the newest.
+        out: The new store's folder, which must not exist yet.
+        capacity: Most readable rows of the new store, which keeps the newest; None: unbounded.
+        layout: How the fields are stored on disk, as in `expstore.open`.
+        fields: Layouts of single fields, as in `expstore.open`.
+        progress: Called between two pieces with the bytes copied and the bytes in total.
+        disk: Access to files.
 
     Returns:
-        What was made.
+        What was copied.
 
     Raises:
-        ValueError: There are no stores, or one comes twice; or the capacity is below 1.
-        NotFoundError: One is missing, or there is no folder for the new one.
-        StateError: The new one is there, or would lie inside a store; or a store has no fields yet.
-        SchemaError: They do not fit together; the message names the first difference.
-        LockedError: Somebody writes to one of them, or makes the same one just now.
-        StorageError: The disk failed or is full; nothing is left of the new one.
+        ValueError: `paths` is empty or names a store twice, or the capacity is below 1.
+        NotFoundError: A store is missing, or the parent folder of `out` is.
+        StateError: `out` exists, or would be inside a store; or a store has no fields yet.
+        SchemaError: The stores do not fit together; the message names the first difference.
+        LockedError: A process writes to one of the stores, or creates the same new store now.
+        StorageError: The disk failed or is full; the new store was removed.
 
     Example:
         >>> expstore.merge(["runs/a.exp", "runs/b.exp"], out="runs/both.exp").rows
@@ -286,16 +287,16 @@ class _Run:
 
     @property
     def episodes(self) -> int:
-        """How many episodes it had ever."""
+        """Number of episodes that the store ever had."""
         return int(self.numbers["next_episode"]) - 1
 
     def facts(self) -> dict[str, Any]:
-        """Return what the new store keeps of it."""
+        """Return what `meta` of the new store says about this store."""
         manifest = self.storage.manifest
         return {"name": self.name, "uuid": manifest.uuid, "rows": self.ids.size, "meta": manifest.meta}
 
     def check_alone(self) -> None:
-        """Raise LockedError if somebody writes to it."""
+        """Raise LockedError if a process has the store open for writing."""
         self.storage.follow()
         owner = self.storage.owner
         if owner is not None:
@@ -305,7 +306,7 @@ class _Run:
             )
 
     def read(self, start: int, count: int, places: Sequence[int]) -> list[Array]:
-        """Copy some of its rows out, with the numbers that they get.
+        """Copy rows of the store, with their new numbers.
 
         Raises:
             LockedError: Somebody has overwritten them meanwhile.

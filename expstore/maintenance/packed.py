@@ -1,7 +1,7 @@
-"""The part of `verify` that looks at packed columns: every chunk is unpacked, every raw row is summed.
+"""The part of `verify` that checks packed columns: it decompresses every chunk and sums every raw row.
 
-Used by the checks of columns, and by `repair` to put whole chunks in the places of lost ones. It reads with
-pread, so that a file that is cut short meanwhile ends in a finding and not in a signal.
+Used by the checks of columns, and by `repair` to rewrite files with their intact chunks. It reads with pread,
+so that a file that is truncated meanwhile causes a finding and not a signal.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["Fault", "PackedFiles"]
 
 
 class Fault(NamedTuple):
-    """Say what is wrong with a file of a packed column.
+    """A problem with a file of a packed column.
 
     Args:
-        kind: As of a finding: footer or payload.
+        kind: The kind of the finding: footer or payload.
         path: The file.
-        shard: Its number.
-        text: What is wrong.
+        shard: Number of the shard.
+        text: Description of the problem.
     """
 
     kind: str
@@ -52,26 +52,27 @@ class Fault(NamedTuple):
 
 
 class PackedFiles:
-    """Know what stands in the files of a packed column, chunk by chunk.
+    """Index the intact chunks and rows in the files of a packed column.
 
-    Threads: one. Crashes: only `mend` changes anything, and can be called again.
+    Threads: one. Crashes: only `mend` changes files, and can be called again.
 
     Args:
-        disk: Where files are touched.
-        column: Which one.
+        disk: Access to files.
+        column: The column.
     """
 
     def __init__(self, disk: Disk, column: PackedReader) -> None:
         self.column, self.packing = column, column.packing
-        #: What stands in the files of the column in which some rows lie.
+        #: The files of the column that stores the rows shared with this column (`share_next`), if any.
         self.partner: PackedFiles | None = None
         self.faults: list[Fault] = []
-        #: Whole chunks behind damaged bytes, which nobody else finds: file, shard, turn, number in the shard.
+        #: Intact chunks after damaged bytes, which a reader does not find: file, shard, turn, number in the
+        #: shard.
         self.hidden: list[tuple[Path, int, int, int]] = []
         self._disk = disk
-        #: Where whole chunks are, by turn of the ring and number: file, offset and length.
+        #: Positions of intact chunks, by turn of the ring and number: file, offset and length.
         self._places: dict[tuple[int, int], tuple[Path, int, int]] = {}
-        #: What is known of rows in whole chunks that lie there: how far before their own places.
+        #: For intact chunks with rows that are stored in `partner`: how many rows before their own position.
         self._lent: dict[tuple[int, int], IntArray] = {}
         self._raw: dict[tuple[int, int], tuple[Array, NDArray[np.bool_]]] = {}
         self._last: tuple[tuple[int, int], Array, NDArray[np.bool_]] | None = None
@@ -92,7 +93,7 @@ class PackedFiles:
     # -- looking ---------------------------------------------------------------------------------
 
     def _look(self, path: Path, shard: int, turn: int) -> None:
-        """Look at a shard; `turn` is -1 if it has its name."""
+        """Index the chunks of a shard; `turn` is -1 if the shard is finished and has its final name."""
         file = self._disk.open(path, write=False)
         try:
             named = self._index_of(file, path, shard) if turn < 0 else None

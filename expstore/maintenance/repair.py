@@ -1,9 +1,8 @@
-"""Make a damaged store one that opens and goes on, and say what that costs.
+"""Repair a damaged store so that it can be opened and written to again, and report what was lost.
 
-Used by `expstore repair`. What is derived or known beforehand is made again at no cost; rows and records
-whose bytes are lost are given up only when that is asked for. Killed at any moment it can be run again:
-rows are noted as given up before the files that held them are made whole. It never touches a row that is
-whole.
+Used by `expstore repair`. Derived and predictable files are rebuilt without loss. Rows and records whose
+bytes are lost are dropped only with `drop_damaged`. A repair that was killed can be run again: rows are
+recorded as deleted before the files that contained them are rewritten. It never changes an intact row.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from expstore.storages.format.zarr_metadata import shard_footer
 __all__ = ["Outcome", "repair"]
 
 _INDEX = ("index.duckdb", "index.duckdb.wal")
-#: Kinds that cost rows.
+#: Kinds of findings whose repair drops rows.
 _COSTLY = {"payload", "ids", "missing", "length"}
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Say what a repair did, or would do.
+    """What a repair did, or would do.
 
     Args:
         acts: What was done, one line each.
-        lost: Rows that were given up: first and last id of each run.
+        lost: Rows that were dropped: first and last id of each run.
         left: Findings that were not repaired.
     """
 
@@ -57,7 +56,7 @@ class Outcome:
 
     @property
     def lost_rows(self) -> int:
-        """How many rows were given up."""
+        """Number of rows that were dropped."""
         return sum(last + 1 - first for first, last in self.lost)
 
 
@@ -69,26 +68,27 @@ def repair(
     disk: Disk | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Repair a store that nobody has open.
+    """Repair a store that no process has open.
 
-    Without `drop_damaged` only what costs nothing is done: the index is built anew, zarr.json and shard
-    indexes are written again. With it, rows in damaged blocks leave the readable rows for good (their
-    ids never come again, all other rows keep theirs), lost entries of episodes.log are made from the
-    columns as far as these tell, and a journal is cut off where it is damaged.
+    Without `drop_damaged` only repairs without loss are made: the index is rebuilt, and zarr.json files and
+    shard indexes are written again. With it, rows in damaged blocks are deleted (their ids are never used
+    again, all other rows keep theirs), lost entries of episodes.log are rebuilt from the columns as far as
+    possible, and a damaged journal is truncated at the damage.
 
     Args:
         path: The store's folder.
-        drop_damaged: Whether rows and records may be given up.
-        dry_run: Only say what would be done.
-        disk: Where files are touched.
-        progress: Is told how far reading the store is.
+        drop_damaged: Whether rows and records may be dropped.
+        dry_run: Whether only to report what would be done.
+        disk: Access to files.
+        progress: Called with the number of bytes checked so far, and the number of bytes to check.
 
     Raises:
         NotFoundError: There is no store.
-        StateError: It is a version, which nobody changes: it shares files with others and its store.
-        LockedError: Somebody has it open for writing.
-        CorruptionError: It cannot be opened even after the repair.
-        StorageError: The disk failed; run it again.
+        StateError: It is a version. Versions are never changed: they share files with one another and with
+            their store.
+        LockedError: A process has the store open for writing.
+        CorruptionError: The store cannot be opened even after the repair.
+        StorageError: The disk failed; run the repair again.
     """
     disk, path = disk or Disk(), local_path(path)
     path = disk.follow_link(path)
@@ -100,11 +100,11 @@ def repair(
     inspection = inspect(path, progress=progress)
     outcome = Outcome()
     half_cut = disk.exists(path / REPAIR)
-    drop_damaged |= half_cut  # it was asked for, and has begun
+    drop_damaged |= half_cut  # an interrupted repair with drop_damaged must be finished
     if drop_damaged and (half_cut or any(f.kind == "journal" and f.fatal for f in inspection.found)):
         cut = _cut_journal(disk, inspection, outcome, dry_run=dry_run)
         if cut and dry_run:
-            return outcome  # which rows that costs is known when it is done
+            return outcome  # the lost rows are known only after the journal was truncated
         if cut:
             inspection = inspect(path, progress=progress)
     if any(finding.fatal for finding in inspection.found):
@@ -112,11 +112,11 @@ def repair(
         return outcome
     outcome.lost = merge_runs(_costs(inspection, outcome, drop_damaged))
     if outcome.lost and not dry_run:
-        for name in _INDEX:  # it knows the rows
+        for name in _INDEX:  # it contains the dropped rows
             disk.unlink(path / name)
         gaps = inspection.manifest.gaps.joined(Gaps.of(outcome.lost))
         inspection.manifest = inspection.manifest.replace(gaps=gaps)
-        # From here on they are gone: only now may their files be made whole.
+        # The commit: their files may be rewritten only after this.
         inspection.manifest.save(disk, path)
     for finding in inspection.found:
         if finding.kind == "torn" and drop_damaged:
@@ -283,12 +283,13 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
         return False
     path, at, _ = min(faults, key=lambda fault: (int(fault[0].name), fault[1]))
     if at == 0:
-        return False  # not even its first record
+        return False  # even its first record is damaged
     outcome.acts.append(f"{inspection.relative(path)} cut off at byte {at}: what it said after that is lost")
     if not dry_run:
-        # Older rows may be overwritten by some whose records go: until these are known, nobody may open it.
+        # Rows whose records are dropped may have overwritten older rows. REPAIR prevents an opening until
+        # these older rows are known.
         disk.write_whole(inspection.path / REPAIR, b"")
-        disk.unlink(inspection.path / STATE)  # it knows of records that are gone then
+        disk.unlink(inspection.path / STATE)  # it counts records that are about to be dropped
         cut_off(disk, folder, path, at)
     return True
 
@@ -296,7 +297,7 @@ def _cut_journal(disk: Disk, inspection: Inspection, outcome: Outcome, *, dry_ru
 def _repair_archive(
     disk: Disk, inspection: Inspection, outcome: Outcome, *, drop_damaged: bool, dry_run: bool
 ) -> None:
-    """Repair the archive, with which the store is opened, if anything is wrong with it."""
+    """Repair the archive if it is damaged: the store is opened with it."""
     found = inspect_archive(inspection)
     whole = [finding for finding in found if finding.kind == "archive"]
     outcome.left += whole

@@ -1,6 +1,6 @@
-"""`expstore.resize`: a store gets another capacity.
+"""`expstore.resize`: change the capacity of a store.
 
-Used by the command line. It only opens the store and asks; how rows get other places is the storage's.
+Used by the command line. It opens the store and calls the storage, which moves the rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Resized", "planned", "resize"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized:
-    """Say what becomes of a store.
+    """The result of resizing a store.
 
     Args:
-        path: Its folder.
-        former: The capacity that it had; None: it was unbounded.
-        capacity: The one that it gets.
-        rows: How many rows can be read then.
-        given_up: How many there is no room for.
-        recovered: What opening it had to say; None: it had been closed.
+        path: The store's folder.
+        former: The capacity before; None if it was unbounded.
+        capacity: The new capacity; None if it is unbounded.
+        rows: Number of readable rows afterwards.
+        given_up: Number of rows dropped because they do not fit.
+        recovered: What the recovery at opening reported; None if the store had been closed.
     """
 
     path: Path
@@ -45,34 +45,34 @@ class Resized:
 def resize(
     path: str | Path, *, capacity: int | None, progress: Progress | None = None, disk: Disk | None = None
 ) -> Resized:
-    """Give a closed store another capacity.
+    """Change the capacity of a closed store.
 
-    Rows keep their ids, episodes, priorities and counts, the store its draws, settings, specs, sources and
-    versions. Rows that do not fit are given up, the oldest first; of a store that keeps the best rows the
-    worst, and the others get new ids then. TorchRL's `index`, which is (id - 1) modulo the capacity, changes;
-    draws by priority go on with other rows, since these lie elsewhere. The room that the rows take is needed
-    twice meanwhile.
+    Rows keep their ids, episodes, priorities and counts. The store keeps its draws, settings, specs, sources
+    and versions. Rows that do not fit are dropped, the oldest first. A store that keeps the best rows drops
+    the worst, and its remaining rows get new ids. TorchRL's `index`, which is (id - 1) modulo the capacity,
+    changes. Later draws by priority choose other rows than they would have, because the rows are in other
+    slots. Until it is done, the rows need twice their disk space.
 
-    Crashes: built aside, in the store's folder; the store has its former capacity until all of it is on the
-    disk, and the new one then. If the process ends while the parts are moved to their places, the next
-    opening for writing brings that to its end, and readers are refused until then. Processes: as the one
-    writer; readers go on.
+    Crashes: the new columns are built in the store's folder; the store has its former capacity until all of
+    them are on the disk, and the new capacity afterwards. If the process ends while the files are moved to
+    their places, the next opening for writing completes the move; until then readers are refused.
+    Processes: it is the store's one writer; readers continue to work.
 
     Args:
         path: The store's folder.
-        capacity: Most readable rows, rounded up to whole steps where a row is a cell of several dims; None:
+        capacity: Most readable rows, rounded up to whole steps if the store has several dims (`ndim`); None:
             unbounded.
-        progress: Is told bytes done and bytes in all, between two pieces.
-        disk: Where files are touched.
+        progress: Called between two pieces with the bytes copied and the bytes in total.
+        disk: Access to files.
 
     Returns:
-        What became of it.
+        The capacity before and after, and how many rows were dropped.
 
     Raises:
         NotFoundError: There is no store.
-        LockedError: Somebody has it open for writing.
-        StateError: It is a version, which is only read; or `retain=` says which rows stay.
-        SchemaError: Fields were to be packed in chunks that do not fit.
+        LockedError: A process has the store open for writing.
+        StateError: It is a version, which is read-only; or the store has a `retain=` policy instead.
+        SchemaError: A packed field does not fit into the chunks.
         ValueError: The capacity is below 1.
         StorageError: The disk failed or is full; the store is as it was.
 
@@ -89,15 +89,16 @@ def resize(
 def planned(
     path: str | Path, *, capacity: int | None, disk: Disk | None = None
 ) -> Iterator[tuple[Resized, Callable[[Progress | None], None]]]:
-    """Open a store that is to get another capacity, for the block's length.
+    """Open a store for resizing, as a context manager.
 
     Args:
-        path: As of `resize`, and so are the others.
-        capacity: See there.
-        disk: See there.
+        path: The store's folder.
+        capacity: The new capacity, as in `resize`.
+        disk: Access to files.
 
     Yields:
-        What would become of it, and what does so; nothing has changed before.
+        The result that a resize would have, and a function that resizes. Nothing is changed before it is
+        called.
     """
     disk, path = disk or Disk(), local_path(path)
     if capacity is not None and (capacity := check_whole("capacity", capacity)) < 1:

@@ -1,4 +1,4 @@
-"""The part of `verify` that holds rows against journal and log: ids, episodes, steps, and the index.
+"""The part of `verify` that checks ids, episodes, steps and the index against the journal and episodes.log.
 
 It reads `_row/id`, `_row/episode` and `_row/step`, never the user's fields.
 """
@@ -31,7 +31,7 @@ _NAMES = [entry.key[1] for entry in ROW_FIELDS]
 
 
 def check_ids(inspection: Inspection) -> None:
-    """Hold `_row/id` against what each slot must hold, for rows that a mark covers."""
+    """Check that each slot has its id in `_row/id`, for the rows that a checkpoint covers."""
     wrong = [
         start + np.flatnonzero(ids != np.arange(start, start + ids.size))
         for first, count in inspection.settled_runs()
@@ -41,7 +41,7 @@ def check_ids(inspection: Inspection) -> None:
 
 
 def check_rows(inspection: Inspection) -> None:
-    """Hold `_row/episode` and `_row/step` against the publish records that are still there."""
+    """Check `_row/episode` and `_row/step` against the publish records that still exist."""
     past = inspection.past
     if past is None:
         return
@@ -98,7 +98,7 @@ def _note_rows(inspection: Inspection, kind: str, name: str, wrong: Iterable[Int
 
 
 def check_log(inspection: Inspection) -> None:
-    """Hold episodes.log against its own sums, the journal, and the rows."""
+    """Check episodes.log against its own checksums, the journal and the rows."""
     past, path = inspection.past, inspection.path / LOG
     if past is None:
         return
@@ -120,7 +120,7 @@ def check_log(inspection: Inspection) -> None:
 
 
 def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> None:
-    """Hold what log and journal say of episodes against their last rows."""
+    """Check the episodes in log and journal against the last rows of these episodes."""
     found = read_fragments(inspection)
     if found is None:
         return  # a shard is missing, which has been noted
@@ -131,7 +131,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
     wrong = []
     for episode, end in ends_of(found).items():
         entry = latest.get(episode)
-        # An episode whose last rows were given up ends later than can be seen.
+        # An episode whose last rows were deleted ends after its last readable row.
         hidden = entry is not None and not inspection.window.holds(np.array([entry.last_id]))[0]
         if entry is None or (entry.last_id <= last and not hidden and (entry.last_id, entry.length) != end):
             wrong.append(episode)
@@ -147,7 +147,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
 
 
 def read_fragments(inspection: Inspection) -> IntArray | None:
-    """Return the fragments of the readable rows that a mark covers; None where rows cannot be read."""
+    """Return the fragments of the readable rows that a checkpoint covers; None if a row cannot be read."""
     fragments = [np.zeros((5, 0), np.int64)]
     for first, count in inspection.settled_runs():
         columns = []
@@ -161,7 +161,7 @@ def read_fragments(inspection: Inspection) -> IntArray | None:
 
 
 def ends_of(fragments: IntArray) -> dict[int, tuple[int, int]]:
-    """Return the last id and the length of each episode that these fragments are the end of."""
+    """Return the last id and the length of each episode, by its last fragment."""
     ends: dict[int, tuple[int, int]] = {}
     for episode, last_id, length in zip(
         fragments[0].tolist(),
@@ -174,9 +174,9 @@ def ends_of(fragments: IntArray) -> dict[int, tuple[int, int]]:
 
 
 def check_index(inspection: Inspection) -> None:
-    """Hold the tables of index.duckdb against those that columns and log give, where it is up to date.
+    """Check the tables of an up-to-date index.duckdb against tables built from columns and log.
 
-    Only for a store in which nothing else was found: they could not be made otherwise.
+    Only for a store without other findings: otherwise these tables cannot be built.
     """
     path = index_path(inspection.path)
     if path is None or inspection.past is None or inspection.found or not inspection.disk.exists(path):
@@ -213,12 +213,12 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
 
 
 def _same_rows(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether fragments are of the same rows: these can be cut into runs in several ways."""
+    """Return whether two lists of fragments have the same rows, even if they are split into other runs."""
     return np.array_equal(_rows_in(one), _rows_in(other))
 
 
 def _rows_in(fragments: Sequence[tuple[int, ...]]) -> IntArray:
-    """Return id, episode and step of each row of fragments, by id. Shape `(rows, 3)`."""
+    """Return id, episode and step of each row of fragments, sorted by id. Shape `(rows, 3)`."""
     table = np.array(fragments, np.int64).reshape(-1, 5)
     episodes, steps, counts, ids, strides = table.T
     inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,6 +1,6 @@
-"""The part of `verify` and `repair` about segments: batches that are damaged or missing.
+"""The part of `verify` and `repair` that finds damaged and missing batches in Arrow segments.
 
-It reads every batch of every segment once. What a repair writes are segments whose lost rows are None.
+It reads every batch of every segment once. A repair rewrites segments with None for lost rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["check_segments", "mend_segments"]
 
 
 def check_segments(inspection: Inspection) -> None:
-    """Note which rows without a fixed size are damaged or missing, of those that a mark covers."""
+    """Note the variable-length rows that are damaged or missing, among the rows that a checkpoint covers."""
     for segments in () if inspection.group is None else inspection.group.shared:
         _check_segments(inspection, segments)
 
@@ -72,12 +72,12 @@ def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
 
 
 def mend_segments(disk: Disk, inspection: Inspection, lost: Runs) -> None:
-    """Make segments whole: rows that are lost become None, and nobody reads them any more.
+    """Rewrite damaged segments with None for lost rows, which are no longer readable.
 
     Args:
-        disk: Where files are touched.
-        inspection: What was found.
-        lost: The rows that are given up, in whatever segment.
+        disk: Access to files.
+        inspection: The state of the check.
+        lost: The rows that are dropped, in all segments.
     """
     for segments in () if inspection.group is None else inspection.group.shared:
         _mend_segments(disk, segments, lost)

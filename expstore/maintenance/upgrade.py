@@ -1,7 +1,7 @@
-"""Bring a store to the form that this version of the library writes, and keep what it was.
+"""Upgrade a store to the format of this version of the library, and keep the old index.
 
-Used by the command line. Opening a store does what is needed by itself; this says beforehand what that
-is, and keeps the old index. It never goes backwards.
+Used by the command line. Opening a store upgrades what is needed anyway; this module reports it beforehand
+and keeps a copy of the old index. It never downgrades.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["Upgrade", "upgrade"]
 
 @dataclass(frozen=True, slots=True)
 class Upgrade:
-    """Say in which form a store is, and what was done about it.
+    """The formats of a store, and what was done to upgrade them.
 
     Args:
-        format_found: Of the files, as expstore.json says.
-        format_known: The newest that this version knows.
-        index_found: How many steps the index has been through; None: there is no index.
-        index_known: How many there are.
-        acts: What was done, or would be.
+        format_found: Format of the files, from expstore.json.
+        format_known: The newest format that this version of the library knows.
+        index_found: Number of migrations that the index has had; None if there is no index.
+        index_known: Number of migrations that this version of the library knows.
+        acts: What was done, or would be done, one line each.
     """
 
     format_found: int
@@ -43,21 +43,21 @@ class Upgrade:
 
 
 def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> Upgrade:
-    """Bring a store to the present form. Where there is nothing to do, nothing is touched.
+    """Upgrade a store to the current format. A store that has it is not changed.
 
-    The index is built anew from the store; the old file stays beside it as `index.duckdb.old-1` (or the
-    next number that is free), and is put back if that fails.
+    The index is rebuilt from the store. The old file is kept as `index.duckdb.old-1` (or the next free
+    number) in the same folder, and is restored if the rebuild fails.
 
     Args:
         path: The store's folder.
-        dry_run: Only say what would be done.
-        disk: Where files are touched.
+        dry_run: Whether only to report what would be done.
+        disk: Access to files.
 
     Raises:
         NotFoundError: There is no store.
-        MigrationError: It has a format that this version of the library cannot read.
-        LockedError: Somebody has it open for writing, or the index open in another program.
-        CorruptionError: It is damaged.
+        MigrationError: The store has a format that this version of the library cannot read.
+        LockedError: A process has the store open for writing, or another program has the index open.
+        CorruptionError: The store is damaged.
     """
     disk, path = disk or Disk(), local_path(path)
     written, steps, index = format_of(disk, path), migrations(), index_path(path)
@@ -76,7 +76,7 @@ def upgrade(path: Path, *, dry_run: bool = False, disk: Disk | None = None) -> U
 
 
 def _do(disk: Disk, path: Path, kept: Path | None) -> None:
-    # Nobody else writes now, and expstore.json is written again, as with every opening for writing.
+    # This is the one writer now; every opening for writing rewrites expstore.json.
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     try:
         if kept is None:

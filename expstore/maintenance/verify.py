@@ -1,7 +1,7 @@
-"""Hold every file of a store against its checksums and against the others.
+"""Check every file of a store for damage: its checksums, and whether it agrees with the other files.
 
-Used by `expstore verify`, and by `repair` to know what there is to do. It changes nothing; while somebody
-writes to the store it refuses.
+Used by `expstore verify`, and by `repair` to find what to repair. It changes nothing, and refuses to check a
+store that a process has open for writing.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ __all__ = ["archived", "inspect", "inspect_archive", "verify"]
 
 
 def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
-    """Check a closed store, or one that was left without a close.
+    """Check a store that no process has open for writing, closed cleanly or not.
 
     Checked are expstore.json, the journal, every block of 4096 rows of every column but `_row/priority` and
-    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys,
-    the index, STATE of a store that was closed, and all of that of its archive. Not checked are priorities
-    and how often rows were handed out (both are changed all the time, and whatever they are may be so), and
-    LOCK. What an unclean stop leaves and the next opening clears away is not found, but batches that it will
+    `_row/sampled`, shard lengths and indexes, zarr.json, ids, episodes and steps, episodes.log, keys, the
+    index, STATE of a closed store, and all of these in its archive. Not checked are LOCK, priorities, and how
+    often rows were handed out: both columns change all the time, and any value in them may be right.
+    Leftovers of an unclean stop, which the next opening removes, are not reported, but batches that it will
     drop are.
 
     Args:
         path: The store's folder.
-        disk: Where files are touched; only read.
-        progress: Is told now and then: bytes looked at, bytes in all.
+        disk: Access to files; it only reads.
+        progress: Called now and then with the number of bytes checked so far, and the number of bytes to
+            check.
 
     Returns:
-        What is wrong; nothing if all is well.
+        The problems found; an empty list if the store is sound.
 
     Raises:
         NotFoundError: There is no store.
-        LockedError: Somebody has it open for writing.
-        MigrationError: A newer version of the library made it.
+        LockedError: A process has the store open for writing.
+        MigrationError: A newer version of the library wrote the store.
     """
     inspection = inspect(path, disk=disk, progress=progress)
     return [*inspection.found, *inspect_archive(inspection, progress)]
 
 
 def inspect_archive(inspection: Inspection, progress: Progress | None = None) -> list[Finding]:
-    """Do the same for the archive of a store, if it has one; none of it keeps the store from being read."""
+    """Check the archive of a store, if it has one. No finding in an archive is fatal for the store."""
     noted, disk = inspection.manifest.archive, inspection.disk
     if not noted:
         return []
@@ -86,14 +87,14 @@ def inspect_archive(inspection: Inspection, progress: Progress | None = None) ->
 
 
 def archived(finding: Finding, noted: str) -> Finding:
-    """Return a finding of an archive as one of its store, whose ids are others."""
+    """Return a finding of an archive as a finding of its store, without ids, which differ in an archive."""
     message = f"in the archive {noted}: {finding.message}"
     path = f"{noted}/{finding.path}"
     return replace(finding, path=path, message=message, slots=None, ids=(), fatal=False)
 
 
 def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> Inspection:
-    """Do as `verify`; return all that was learned."""
+    """Check a store as `verify` does, without its archive, and return the whole state of the check."""
     disk, path = disk or ReadingDisk(), local_path(path)
     path = disk.follow_link(path)
     disk.check_tree(path, but={OWN_FOLDER})
@@ -144,7 +145,7 @@ def inspect(path: Path, *, disk: Disk | None = None, progress: Progress | None =
 
 
 def _look_at_appended(inspection: Inspection, group: ReadColumns) -> None:
-    """Look at the files of packed columns, and at segments."""
+    """Index the files of packed columns and the segments."""
     for segments in group.shared:
         segments.look()
     for place, column in group.packed.items():
@@ -162,13 +163,15 @@ def _refuse_writer(disk: Disk, path: Path) -> None:
 
 def _check_manifest(inspection: Inspection) -> None:
     data = inspection.disk.read_whole(inspection.path / MANIFEST)
-    if data != json.dumps(json.loads(data), indent=1).encode():  # the checksum is over what it says
+    if (
+        data != json.dumps(json.loads(data), indent=1).encode()
+    ):  # the checksum covers the values, not the bytes
         text = f"{MANIFEST} has bytes that were not written there, though it can be read"
         inspection.note(Finding(kind="manifest", path=MANIFEST, message=text))
 
 
 def _check_version(inspection: Inspection) -> None:
-    """Read what a version has beside a store's files."""
+    """Check the files that only a version has: `version.json` and `origin`."""
     disk, path, group = inspection.disk, inspection.path, inspection.group
     if not disk.exists(path / VERSION):
         return
@@ -191,7 +194,7 @@ def _check_version(inspection: Inspection) -> None:
 
 
 def _check_journal(inspection: Inspection) -> set[int]:
-    """Read the journal; return the blocks of which nobody knows what they must hold."""
+    """Check the journal; return the blocks whose checksums an unclean stop left unsettled."""
     folder = inspection.path / JOURNAL
     for path, at, text in segment_faults(inspection.disk, folder):
         name = inspection.relative(path)

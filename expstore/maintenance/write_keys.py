@@ -1,6 +1,6 @@
-"""The part of `verify` that looks at the file `keys`.
+"""The part of `verify` that checks the file `keys`.
 
-It reads that file and what is known of the journal, and never a row.
+It reads that file and the content of the journal, but no rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["check_keys"]
 
 
 def check_keys(inspection: Inspection) -> None:
-    """Hold the idempotency keys against their sums, and their number against the journal's."""
+    """Check the idempotency keys against their checksums, and their number against the journal."""
     past, disk, path = inspection.past, inspection.disk, inspection.path / KEYS
     if past is None or not inspection.manifest.keyed:
         return

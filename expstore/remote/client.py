@@ -1,7 +1,7 @@
-"""`expstore.connect`: the address of a served store in, a replay buffer out.
+"""`expstore.connect`: use a store that a server serves as a replay buffer.
 
-What programs use that train or act on other machines. Requests and their repetition are in
-`expstore.remote.transport`, rows in `expstore.wire.codec`; it keeps no rows, and touches no file.
+Used by programs that train or act on other machines. `expstore.remote.transport` sends and retries requests,
+`expstore.wire.codec` encodes rows. This module keeps no rows and touches no file.
 """
 
 from __future__ import annotations
@@ -43,35 +43,36 @@ from expstore.wire.tables import is_table, take_table
 __all__ = ["RemoteReplayBuffer", "connect"]
 
 _Versions: TypeAlias = list[Version]  # in `RemoteSnapshots` `list` is a method
-#: What samples have besides the fields.
+#: The entries of samples that are not fields.
 _OWN = ("index", "id", "index_generation", "priority_weight")
 
 
 class RemoteReplayBuffer(LocalOnly):
-    """Add rows to a store on a server, and sample batches of them.
+    """A replay buffer over a store on a server.
 
-    It has the methods of the buffer that `expstore.open` returns, but for those that need the rows at hand:
-    these say what to do instead. Rows are named by their ids; samples carry `index`, too, but between two
-    requests another process may have put another row there.
+    It has the methods of the buffer that `expstore.open` returns. Methods that need direct access to the rows
+    raise RemoteError, which says what to do instead. Rows are identified by their ids. Samples have `index`
+    too, but another process may write another row there between two requests.
 
-    Threads: any number may use it. Processes: in a forked child, and pickled into another process, it opens
-    connections of its own, and begins to count draws where the parent was. Crashes: what a write has returned
-    survives the server's process, after `flush` its machine, too. A request that is not answered is sent
-    again, for as long as `retries` says; a write then happens once all the same. Stores that keep the best
-    rows know no keys: a write whose answer is lost is not sent again there.
+    Threads: any number may use it. Processes: in a forked child, and in a process that unpickles it, it opens
+    new connections and continues to count draws where the original was. Crashes: rows of a write that
+    has returned survive a crash of the server's process, and after `flush` a power cut of its machine. A
+    request without an answer is sent again, for as long as `retries` says; a repeated write happens only
+    once. Stores that keep the best rows do not support idempotency keys: there, a write whose answer is lost
+    is not sent again.
 
     Args:
-        connection: To the server.
-        batch_size: Of `sample` and iteration.
-        sampler: As `connect` says, and so are the others.
-        where: See there.
-        seed: See there.
-        draw: See there.
-        wait: See there.
-        device: See there.
-        prefetch: See there.
-        priority_key: See there.
-        as_numpy: See there.
+        connection: The connection to the server.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: How batches are chosen: a description or a name, as in `connect`.
+        where: SQL condition of the rows to draw.
+        seed: Seed of the draws; None to use the store's own next draw.
+        draw: Number of the first draw of the seed.
+        wait: Seconds that the server waits for rows if it cannot draw yet.
+        device: Device of the returned batches.
+        prefetch: Number of batches that an iteration prefetches, in a thread.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
+        as_numpy: Whether to return nested dicts of NumPy arrays instead of TensorDicts.
     """
 
     #: The field in which `update_priority` finds the priorities of a sample.
@@ -95,9 +96,9 @@ class RemoteReplayBuffer(LocalOnly):
         batch_size = check_batch_size(batch_size)
         if sampler is not None and not isinstance(sampler, (str, Mapping)):
             raise RemoteError(
-                f"a {type(sampler).__name__} does not go over a connection", kind="local_only",
-                hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or give the name of one '
-                "that the server has",
+                f"a {type(sampler).__name__} object cannot be sent to a server", kind="local_only",
+                hint='describe it, as in {"kind": "prioritized", "alpha": 0.6}, or pass the name of one that '
+                "the server keeps",
             )  # fmt: skip
         if not isinstance(prefetch, int) or prefetch < 1:
             raise ValueError(f"prefetch must be at least 1, got {prefetch!r}")
@@ -119,12 +120,12 @@ class RemoteReplayBuffer(LocalOnly):
         self._iterator: Generator[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy in another process needs."""
+        """Return the state for a copy in another process, without locks and the current iteration."""
         own = ("_lock", "_encoder")
         return {name: value for name, value in self.__dict__.items() if name not in own} | {"_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned."""
+        """Restore the state that `__getstate__` returned."""
         self.__dict__.update(state)
         self._lock = threading.Lock()
 
@@ -140,29 +141,29 @@ class RemoteReplayBuffer(LocalOnly):
         update_priority: bool | None = None,
         validate: Literal["schema", "domain"] = "schema",
     ) -> torch.Tensor:
-        """Append a batch of rows, all of them or none; once, however often it has to be sent.
+        """Append a batch of rows, all of them or none, and only once even if the request is repeated.
 
         Args:
-            data: Rows: a TensorDict, a nested dict of arrays or an Arrow table; a list of TensorDicts or of
-                dicts is rows one by one.
+            data: The rows: a TensorDict, a nested dict of arrays or an Arrow table; or a list of TensorDicts
+                or dicts, one per row.
             source: Name of the stream of experience; see `ReplayBuffer.extend`.
-            return_ids: Ids are returned, and nothing else can be.
-            episode_info: Facts to note about every episode that has a row in the batch.
-            update_priority: Whether priorities that come with the rows count; None: they do.
+            return_ids: Must be True: only ids can be returned, not indices.
+            episode_info: Facts to record for every episode that has a row in the batch.
+            update_priority: Whether to use priorities in the data; None means True.
             validate: "domain": the server also checks the values against the specs of the store.
 
         Returns:
-            Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
+            Id of each row; -1 for rows that were not stored. Shape `(n,)`, int64.
 
         Raises:
             SchemaError: The batch does not fit the store, or its specs.
             StateError: The store cannot be written.
-            RemoteError: The server is gone. Whether the rows are there is not known then; the same `extend`
-                again would add them again.
+            RemoteError: The server did not answer. It is unknown then whether the rows were stored; calling
+                `extend` again would append them again.
         """
         if not return_ids:
             raise RemoteError(
-                "indices are not handed out over a connection", kind="local_only", hint="take ids"
+                "a served store does not return indices", kind="local_only", hint="use ids: return_ids=True"
             )
         if isinstance(data, list) and not data:
             return torch.zeros(0, dtype=torch.int64)
@@ -177,22 +178,24 @@ class RemoteReplayBuffer(LocalOnly):
         episode_info: Mapping[str, Any] | None = None,
         validate: Literal["schema", "domain"] = "schema",
     ) -> int:
-        """Append one row; return its id, or -1 if it is not taken in.
+        """Append one row; return its id, or -1 if it was not stored.
 
         Args:
             data: One row: a TensorDict without batch dims, or a nested dict of values.
-            source: As in `extend`.
-            episode_info: As in `extend`.
-            validate: As in `extend`.
+            source: Name of the stream of experience, as in `extend`.
+            episode_info: Facts to record for the row's episode.
+            validate: "domain": the server also checks the values against the specs of the store.
         """
         data = self._tensordict_of(data, single=True)
         _check_rows(data)
         if data.ndim:
-            raise SchemaError(f"one row has no batch dims, this has {list(data.shape)}", hint="extend() it")
+            raise SchemaError(
+                f"one row has no batch dims, but this has batch size {list(data.shape)}", hint="extend() it"
+            )
         return int(self._write("add", data.unsqueeze(0), source, episode_info, None, validate)[0])
 
     def _tensordict_of(self, data: Any, *, single: bool) -> Any:
-        """Return rows as a TensorDict, in which form they are sent; other things as they are."""
+        """Return rows as a TensorDict, which is what is sent; return other values unchanged."""
         first = data[0] if isinstance(data, list) and data else data
         if is_tensor_collection(first):
             return lazy_stack(data) if isinstance(data, list) else data
@@ -208,7 +211,7 @@ class RemoteReplayBuffer(LocalOnly):
         return tensordict_of(batch, single=single)
 
     def _fetch_fields(self) -> Schema | None:
-        """Return the fields of the store; None: it has none yet."""
+        """Return the fields of the store; None if it has none yet."""
         if self._fields is None:
             self._fields = self.schema
         return self._fields
@@ -223,7 +226,7 @@ class RemoteReplayBuffer(LocalOnly):
         validate: str,
     ) -> IntArray:
         _check_rows(data)
-        pack_info(info)  # what JSON has no form for is refused here
+        pack_info(info)  # raises if JSON cannot represent it
         told = {
             "episode_info": info and dict(info), "update_priority": priorities,
             "validate": "domain" if asks_for_domain(validate) else None,
@@ -231,10 +234,10 @@ class RemoteReplayBuffer(LocalOnly):
         if not data.numel():
             return np.zeros(0, np.int64)
         own = [name for name in _OWN if data.get(name) is not None]
-        if own:  # a sample goes back in without them, as in-process
+        if own:  # a sample is stored again without them, as in a local store
             data = data.exclude(*own)
         wishes = {name: value for name, value in told.items() if value is not None}
-        self._fetch_fields()  # rows without a fixed size are sent as the store has them
+        self._fetch_fields()  # variable-length rows are sent with the types of the store
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
@@ -245,7 +248,7 @@ class RemoteReplayBuffer(LocalOnly):
         return np.arange(first, first + found["count"], dtype=np.int64)
 
     def _sent(self, route: str, body: bytes, params: Mapping[str, str] | None) -> Answer:
-        """Send rows: again and again under one key; or once, where the store's writer keeps no keys."""
+        """Send rows: repeatedly with one idempotency key, or once if the store does not support keys."""
         ask = partial(self._connection.request, "POST", route, body=body, kind=ARROW, params=params)
         if self._keyed:
             try:
@@ -269,20 +272,20 @@ class RemoteReplayBuffer(LocalOnly):
         """Draw a batch.
 
         Args:
-            batch_size: How many rows; None: the buffer's.
-            return_info: Return a pair: the batch, and a dict with each row's `index`, `id`, and
-                `priority_weight`, where the sampler has it.
-            include_info: False: leave these out of the batch.
-            as_numpy: Return nested dicts of NumPy arrays instead of a TensorDict. None: as the buffer was
-                made.
+            batch_size: Number of rows; None for the buffer's.
+            return_info: Whether to return a pair: the batch, and a dict with each row's `index`, `id`, and
+                `priority_weight`, if the sampler has weights.
+            include_info: False to leave these entries out of the batch.
+            as_numpy: Whether to return nested dicts of NumPy arrays instead of a TensorDict. None for the
+                buffer's `as_numpy`.
 
         Returns:
-            A TensorDict that owns its memory, batch size `[batch_size]`; fewer rows where the sampler says
-            so. With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
+            A TensorDict that owns its memory, batch size `[batch_size]`; some samplers return fewer rows.
+            With `as_numpy` field name -> array. Shapes `(batch_size, *row shape)`.
 
         Raises:
-            NotReadyError: The store is empty, or no row is left that may still be drawn.
-            RemoteError: The server is gone.
+            NotReadyError: The store is empty, or the sampler has no rows left to draw.
+            RemoteError: The server did not answer.
         """
         size, number = self._wanted(batch_size), None
         if self._seed is not None:
@@ -293,25 +296,25 @@ class RemoteReplayBuffer(LocalOnly):
         return self._convert(self._given(rows, return_info, include_info), as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
-        """Return a batch as NumPy arrays, if they are asked for; None: as the buffer was made."""
+        """Return a batch, as NumPy arrays if `as_numpy` is True; None means the buffer's setting."""
         return to_arrays(batch) if (self._as_numpy if as_numpy is None else as_numpy) else batch
 
     def stream(
         self, batches: int | None = None, *, batch_size: int | None = None, as_numpy: bool | None = None
     ) -> Generator[Any]:
-        """Yield batches as they come on one connection, read and made ahead in a thread.
+        """Yield batches that the server streams over one connection, prefetched in a thread.
 
-        Much faster than `sample`, whose every batch is a question and an answer. With a seed the batches are
-        those that `sample` would have drawn.
+        Much faster than `sample`, which sends a request for every batch. With a seed, the batches are the
+        ones that `sample` would have drawn.
 
         Args:
-            batches: How many; None: without end.
-            batch_size: How many rows; None: the buffer's.
-            as_numpy: As in `sample`.
+            batches: Number of batches; None for an endless stream.
+            batch_size: Rows per batch; None for the buffer's.
+            as_numpy: Whether to yield nested dicts of NumPy arrays; None for the buffer's `as_numpy`.
 
         Raises:
-            NotReadyError: No row is left that may be drawn.
-            RemoteError: The server is gone.
+            NotReadyError: The sampler has no rows left to draw.
+            RemoteError: The server did not answer.
         """
         size = self._wanted(batch_size)
         if batches is not None and batches < 1:
@@ -346,7 +349,7 @@ class RemoteReplayBuffer(LocalOnly):
         return Feed(self._connection, ask, self._made, count=batches, ahead=self._prefetch, wait=self._wait)
 
     def _is_next(self, number: int) -> bool:
-        """Return whether a draw has not been handed out yet: by `sample`, while a stream had it ready."""
+        """Return whether a prefetched draw was not already returned by a call of `sample`."""
         with self._lock:
             if self._seed is not None and number < self._draw:
                 return False
@@ -358,12 +361,12 @@ class RemoteReplayBuffer(LocalOnly):
         """Yield batches without end, as `stream` does.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: The buffer has no batch size.
         """
         return self.stream()
 
     def next(self) -> Any:
-        """Return the next batch of an iteration that goes on from call to call."""
+        """Return the next batch of one iteration that is shared by all calls; None at its end."""
         if self._iterator is None:
             self._iterator = self.stream()
         batch = next(self._iterator, None)
@@ -372,22 +375,22 @@ class RemoteReplayBuffer(LocalOnly):
         return batch
 
     def by_id(self, ids: Any) -> TensorDict:
-        """Return rows by id, in the order in which they are asked for.
+        """Return rows by id, in the order of `ids`.
 
         Args:
-            ids: Shape `(n,)`.
+            ids: Ids of the rows. Shape `(n,)`.
 
         Raises:
-            NotFoundError: One of them is not there any more, or never was.
+            NotFoundError: One of the rows was overwritten or deleted, or never existed.
         """
         wanted = to_array(ids).reshape(-1)
         return self._rows("POST", "rows", {"ids": wanted.tolist()})
 
     def trajectory(self, episode_id: int) -> TensorDict:
-        """Return the rows of an episode that are still there, in the order of its steps.
+        """Return the rows of an episode that can still be read, in the order of its steps.
 
         Raises:
-            NotFoundError: There is no such episode, or none of its rows is left.
+            NotFoundError: There is no such episode, or all of its rows were overwritten or deleted.
         """
         if not 0 <= int(episode_id) < 1 << 63:
             raise NotFoundError(f"there is no episode {episode_id}")
@@ -417,46 +420,49 @@ class RemoteReplayBuffer(LocalOnly):
         where: str | None = None,
         seed: int | None = None,
     ) -> None:
-        """Have the server keep a sampler, whose passes all share who `connect(sampler=name)`.
+        """Make the server keep a sampler that is shared by all clients that `connect(sampler=name)`.
 
         Args:
-            name: Letters, digits, ".", "_" and "-".
-            sampler: What it is, as for `connect`; besides, `kind` is "consuming", "without_replacement",
-                "slices_without_replacement" or "streaming_slices", which remember what was drawn.
-            where: Which rows are drawn.
-            seed: Of its draws; None: the store's.
+            name: Its name: letters, digits, ".", "_" and "-".
+            sampler: Its description, as for `connect`. `kind` can also be "consuming",
+                "without_replacement", "slices_without_replacement" or "streaming_slices": kinds that remember
+                which rows were drawn.
+            where: SQL condition of the rows to draw.
+            seed: Seed of its draws; None for the store's.
 
         Raises:
-            StateError: There is another sampler of this name; the same one again changes nothing.
+            StateError: The server keeps a different sampler of this name. Repeating a call changes nothing.
         """
         body = {"sampler": dict(sampler), "where": where, "seed": seed}
         self._json("PUT", f"samplers/{quote(name, safe='')}", body)
 
     def forget_sampler(self, name: str) -> None:
-        """Have the server let go of a sampler.
+        """Make the server forget a named sampler.
 
         Raises:
-            NotFoundError: There is none of this name.
+            NotFoundError: The server keeps no sampler of this name.
         """
         self._json("DELETE", f"samplers/{quote(name, safe='')}", once=True)
 
     def samplers(self) -> dict[str, dict[str, Any]]:
-        """List the samplers that have a name: what each of them is."""
+        """Return the descriptions of the samplers that the server keeps, by name."""
         found = self._json("GET", "samplers")["samplers"]
         return {name: json.loads(text) for name, text in found.items()}
 
     # -- priorities ------------------------------------------------------------------------------
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows that are still there, by id; given a sample alone, as it says itself.
+        """Set the priorities of rows by id, or of the rows of a sample. Rows that have left are skipped.
 
         Args:
-            index: A sample with `priority_key` added. Indices are refused: another row may have one by now.
-            priority: Finite, not negative; one for all, or one each. Shape `()`, `(n,)` or `(n, 1)`.
-            id: Which rows. Shape `(n,)`.
+            index: A sample with `priority_key` added. Indices are refused, because an index may belong to
+                another row by now.
+            priority: Finite and not negative; one for all rows, or one per row. Shape `()`, `(n,)` or `(n,
+                1)`.
+            id: Ids of the rows. Shape `(n,)`.
 
         Returns:
-            How many were set.
+            The number of rows whose priority was set.
 
         Raises:
             PriorityError: A priority is negative, NaN or infinite; none was set.
@@ -465,8 +471,8 @@ class RemoteReplayBuffer(LocalOnly):
             return self.update_tensordict_priority(index)
         if index is not None:
             raise RemoteError(
-                "priorities are not set by index over a connection: another row may have it by now",
-                kind="local_only", hint="give id=, or the sample itself",
+                "a served store does not set priorities by index, which may belong to another row by now",
+                kind="local_only", hint="pass id=, or the sample itself",
             )  # fmt: skip
         if id is None or priority is None:
             raise TypeError("update_priority takes a priority and an id, or a sample")
@@ -474,7 +480,7 @@ class RemoteReplayBuffer(LocalOnly):
         values = to_array(priority).astype(np.float64, copy=False)
         if values.size not in (1, ids.size):
             raise SchemaError(
-                f"{ids.size} rows are given {values.size} priorities", hint="make one of those of each row"
+                f"got {values.size} priorities for {ids.size} rows", hint="pass one per row, or one for all"
             )
         values = np.broadcast_to(check_priorities(values.reshape(-1)), ids.shape)
         body = {"ids": ids.tolist(), "priorities": values.tolist()}
@@ -489,9 +495,9 @@ class RemoteReplayBuffer(LocalOnly):
         key, ids = to_key(self.priority_key), data.get("id")
         priority = data.get(key)
         if priority is None:
-            raise SchemaError(f"the sample has no {key_name(key)!r} to take priorities from")
+            raise SchemaError(f"the sample has no entry {key_name(key)!r} with priorities")
         if ids is None:
-            raise SchemaError("the sample has no 'id', which says which rows it holds")
+            raise SchemaError("the sample has no entry 'id' with the ids of its rows")
         return self.update_priority(id=ids, priority=priority)
 
     # -- questions and versions ------------------------------------------------------------------
@@ -503,16 +509,16 @@ class RemoteReplayBuffer(LocalOnly):
         *,
         limit: int | None = None,
     ) -> Result:
-        """Run one read-only SELECT where the store is, over what `rb.sql` shows there.
+        """Run one read-only SELECT on the server, over the relations of the store's `rb.sql`.
 
         Args:
             query: The statement.
             params: Values for `?` (a sequence) or `$name` (a mapping).
-            limit: Rows that are enough; None: all are asked for.
+            limit: The most rows to return; None for all.
 
         Raises:
-            QueryError: It is not one SELECT, takes too long, is refused; or, without a limit, has more rows
-                than the server answers with (kind "truncated").
+            QueryError: The query is not one SELECT, takes too long or is refused; or, without a limit, its
+                result has more rows than the server returns (kind "truncated").
         """
         values = None if params is None else dict(params) if isinstance(params, Mapping) else list(params)
         body = {"query": query, "params": values, "limit": limit}
@@ -520,14 +526,14 @@ class RemoteReplayBuffer(LocalOnly):
         found = Result(read_table(answer.body))
         if limit is None and answer.headers.get("x-truncated") == "true":
             raise QueryError(
-                f"there are more than the {len(found)} rows that the server answers with", kind="truncated",
-                hint="give limit=, if so many are enough, or ask for less",
+                f"the result has more than the {len(found)} rows that the server returns", kind="truncated",
+                hint="pass limit= if these are enough, or narrow the query",
             )  # fmt: skip
         return found
 
     @property
     def episodes(self) -> RemoteEpisodes:
-        """Query episodes by calling it; its methods end open episodes, or adopt those of earlier sessions."""
+        """Call it to query episodes; its methods end open episodes or resume those of earlier sessions."""
         return RemoteEpisodes(self.sql, self._json, self._connection.begin_session)
 
     @property
@@ -549,11 +555,11 @@ class RemoteReplayBuffer(LocalOnly):
     # -- the whole store -------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Bring everything to the server's disk: what was written before survives a power cut there."""
+        """Sync the store to the server's disk: rows written before survive a power cut of its machine."""
         self._json("POST", "flush", write=True)
 
     def stats(self) -> dict[str, Any]:
-        """Return facts about the store that JSON can keep."""
+        """Return statistics of the store, as JSON values."""
         return dict(self._json("GET", "stats"))
 
     def __len__(self) -> int:
@@ -561,12 +567,12 @@ class RemoteReplayBuffer(LocalOnly):
 
     @property
     def write_count(self) -> int:
-        """How many rows were ever written."""
+        """Number of rows that were ever written."""
         return int(self.stats()["write_count"])
 
     @property
     def initialized(self) -> bool:
-        """True: the store is there."""
+        """Always True: a served store exists."""
         return True
 
     @property
@@ -577,21 +583,21 @@ class RemoteReplayBuffer(LocalOnly):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """The user's own facts, given when the store was made."""
+        """The user's metadata, set when the store was created."""
         return dict(self._json("GET", "")["meta"])
 
     @property
     def batch_size(self) -> int | None:
-        """Rows per batch, unless `sample` is told otherwise."""
+        """Rows per batch, unless `sample` gets a `batch_size`."""
         return self._batch_size
 
     @property
     def draw(self) -> int:
-        """Which draw of the seed comes next."""
+        """Number of the seed's next draw."""
         return self._draw
 
     def close(self) -> None:
-        """Close the connections of this process; the store stays open where it is served."""
+        """Close the connections of this process; the server keeps the store open."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None:
             iterator.close()
@@ -625,11 +631,11 @@ class RemoteReplayBuffer(LocalOnly):
 
 
 class RemoteEpisodes(LocalEpisodes):
-    """Query episodes by calling it; end those of this connection, or adopt those of an earlier session.
+    """Query episodes of a served store, end those of this connection, resume those of an earlier session.
 
     Args:
         sql: Runs a SELECT on the server.
-        request: Sends a request with a JSON body, and returns the answer.
+        request: Sends a request with a JSON body and returns the answer.
         begin_session: Begins the connection's session on the server.
     """
 
@@ -646,31 +652,32 @@ class RemoteEpisodes(LocalEpisodes):
         *,
         params: Sequence[object] | Mapping[str, object] | None = None,
     ) -> Result:
-        """Return episodes, also those whose rows have left: the relation `episodes`, or some of it.
+        """Return rows of the relation `episodes`, which includes episodes whose rows have left the store.
 
         Args:
-            where: Which ones: an SQL expression over its columns; None: all.
-            order_by: In which order: SQL expressions; the last is always `episode_id`.
-            limit: At most so many; None: all.
+            where: SQL condition over its columns; None for all episodes.
+            order_by: SQL expressions to sort by; ties are sorted by `episode_id`.
+            limit: The most episodes to return; None for all.
             params: Values for `?` (a sequence) or `$name` (a mapping) in the expressions.
 
         Raises:
-            QueryError: As `sql`.
+            QueryError: An expression is invalid, takes too long or is refused; or, without a limit, there are
+                more episodes than the server returns (kind "truncated").
         """
         from expstore.sql.views import select_episodes
 
         return self._sql(select_episodes(where, order_by, limit), params, limit=limit or None)
 
     def end(self, source: str | None = None) -> None:
-        """End open episodes of this connection's session: they become `cut`.
+        """End open episodes of this connection's session: their status becomes `cut`.
 
-        Truncated ones stay so, and take no more rows.
+        Truncated episodes keep their status, and get no more rows.
 
         Args:
-            source: Name of the stream; None: all of them, the unnamed one too.
+            source: Name of the stream; None for all streams, including the unnamed one.
 
         Raises:
-            RemoteError: The server is gone.
+            RemoteError: The server did not answer.
         """
         self._request("POST", "episodes/end", {"source": source})
 
@@ -678,21 +685,21 @@ class RemoteEpisodes(LocalEpisodes):
         """End the open episodes of one stream of this connection's session.
 
         Args:
-            source: As `extend` was given it; None: the unnamed stream.
+            source: The `source` that was passed to `extend`; None for the unnamed stream.
         """
         self._request("POST", "episodes/end", {"source": source, "unnamed": source is None})
 
     def resume(self, source: str, *, check: bool = True) -> torch.Tensor:
-        """Adopt the open episodes of the newest ended session that wrote to a source of this name.
+        """Continue the open episodes of the newest ended session that wrote to a source of this name.
 
         See `Episodes.resume` of a local buffer.
 
         Args:
             source: Name of the stream.
-            check: Whether the first row of each episode must continue it.
+            check: Whether the next row of each episode must continue it.
 
         Returns:
-            Ids of the adopted episodes. Shape `(n,)`, int64.
+            Ids of the resumed episodes. Shape `(n,)`, int64.
         """
         self._begin_session()
         found = self._request("POST", "episodes/resume", {"source": source, "check": check})
@@ -703,30 +710,30 @@ class RemoteSnapshots:
     """Create, tag, list and restore versions of a served store. They are in the store's own folder.
 
     Args:
-        request: Sends a request with a JSON body, and returns the answer.
+        request: Sends a request with a JSON body and returns the answer.
     """
 
     def __init__(self, request: Callable[..., Any]) -> None:
         self._request = request
 
     def create(self, path: None = None) -> Version:
-        """Have the server create a version: the store as it is now, complete and closed.
+        """Make the server create a version: a complete, closed copy of the store as it is now.
 
         Args:
-            path: Only None: versions are in the store's own folder.
+            path: Must be None: versions are in the store's own folder.
 
         Raises:
-            StateError: The server only reads.
+            StateError: The server opened the store for reading only.
         """
         _refuse_path("dumps", path)
         return Version(**self._request("POST", "dumps", {"tag": None}, once=True))
 
     def tag(self, name: str, path: None = None) -> Version:
-        """Have the server create a version with a name, which is kept.
+        """Make the server create a version with a name. Named versions are kept until they are removed.
 
         Args:
             name: 1 to 100 letters, digits or `. _ -`; not a number.
-            path: Only None: versions are in the store's own folder.
+            path: Must be None: versions are in the store's own folder.
 
         Raises:
             SnapshotError: There is a version of this name.
@@ -739,11 +746,11 @@ class RemoteSnapshots:
         return [Version(**entry) for entry in self._request("GET", "versions")["versions"]]
 
     def restore(self, path: None = None, version: int | str | None = None) -> None:
-        """Have the server replace the store's content by a version's, for all who use the store.
+        """Make the server replace the store's content by a version's, for all users of the store.
 
         Args:
-            path: Only None: versions are in the store's own folder.
-            version: Number or tag; None: the newest.
+            path: Must be None: versions are in the store's own folder.
+            version: Number or tag; None for the newest.
 
         Raises:
             SnapshotError: There is no such version.
@@ -755,8 +762,8 @@ class RemoteSnapshots:
 def _refuse_path(name: str, path: object) -> None:
     if path is not None:
         raise RemoteError(
-            f"{name} takes no path over a connection", kind="local_only",
-            hint="versions are in the store's own folder: leave it out",
+            f"{name} of a served store takes no path", kind="local_only",
+            hint="versions are in the store's own folder: leave the path out",
         )  # fmt: skip
 
 
@@ -782,7 +789,7 @@ def connect(
     priority_key: str = "td_error",
     as_numpy: bool = False,
 ) -> RemoteReplayBuffer:
-    """Use a store that `expstore serve` serves.
+    """Connect to a store that `expstore serve` serves.
 
     Args:
         url: Where it is: `http://host:8420/name`.
@@ -802,15 +809,15 @@ def connect(
         prefetch: How many batches an iteration makes ahead, in a thread.
         priority_key: Where `update_priority` finds priorities in a sample.
         as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
-            memory, unless the call says otherwise.
+            memory, by default.
 
     Returns:
         A buffer; close it, or use it in a `with` block.
 
     Raises:
         NotFoundError: The server has no such store.
-        RemoteError: The server does not answer, or does not know the token; see `status`.
-        ValueError: It is no URL of a store, or an argument has no meaning.
+        RemoteError: The server does not answer, or does not accept the token; see `status`.
+        ValueError: `url` is not the URL of a store, or an argument is out of range.
 
     Example:
         >>> with expstore.connect("http://trainer:8420/demo", batch_size=256) as rb:

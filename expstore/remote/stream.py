@@ -1,7 +1,7 @@
-"""Batches of one long answer, read and made in a thread, a few ahead of who takes them.
+"""Background reader of a stream of batches: a thread prefetches a few batches of one long answer.
 
-Used by the client. What breaks off is asked for again, from the batch that would have come; it never hands
-out a batch twice.
+Used by the client. If the connection breaks, the stream is requested again from the next batch; no batch is
+returned twice.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from expstore.wire.stream import read_each
 
 __all__ = ["Feed"]
 
-#: Seconds that closing waits for the thread, which may be connecting to a host that says nothing.
+#: Seconds that `close` waits for the thread, which may be connecting to a host that does not answer.
 _PATIENCE = 1.0
 
 
 class Feed:
-    """Take batches of a stream.
+    """Prefetch the batches of a stream.
 
-    Threads: one takes; any may close. Processes: it stays in the one that made it.
+    Threads: one takes batches; any may close. Processes: usable only in the process that created it.
 
     Args:
-        connection: To the server.
-        ask: Returns the body that asks for batches, given how many have come already.
-        make: Makes a batch of a record batch; in the feed's thread.
-        count: How many batches there are; None: no end.
-        ahead: How many are made ahead, at least 1.
-        wait: Seconds that the server was asked to wait.
+        connection: The connection to the server.
+        ask: Returns the body of the request, given the number of batches received so far.
+        make: Converts a frame to a batch; called in the feed's thread.
+        count: Number of batches; None for an endless stream.
+        ahead: Number of batches to prefetch, at least 1.
+        wait: Seconds that the request asks the server to wait for rows.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class Feed:
         self._thread.start()
 
     def take(self) -> Any:
-        """Return the next batch; None: there are no more.
+        """Return the next batch; None at the end of the stream.
 
         Raises:
-            RemoteError: The server is gone, and does not come back.
-            ExpStoreError: What the store has raised there.
-            StateError: The feed is of another process, or closed.
+            RemoteError: The server does not answer, also after retries.
+            ExpStoreError: The error that the store raised on the server.
+            StateError: The feed belongs to another process, or is closed.
         """
         if os.getpid() != self._pid:
-            raise StateError("these batches come to another process", hint="begin a new iteration here")
+            raise StateError("this iteration belongs to another process", hint="begin a new iteration here")
         with self._change:
             self._change.wait_for(lambda: self._ready or self._end is not None or self._closed)
             if self._closed:
                 raise StateError("the stream of batches is closed", hint="begin a new iteration")
             if self._ready:
                 batch = self._ready.popleft()
-                if len(self._ready) <= self._ahead // 2:  # not for every batch: threads that take turns wait
+                if len(self._ready) <= self._ahead // 2:  # not after each batch: switching threads takes time
                     self._change.notify_all()
                 return batch
             if isinstance(self._end, StopIteration):
@@ -128,12 +128,13 @@ class Feed:
                 pause, took = next(pauses), time.monotonic() - began
                 if took + pause > self._connection.retries.seconds:
                     raise RemoteError(
-                        f"the batches of {self._connection.address} break off: {exc}", kind="unreachable"
+                        f"the stream of batches from {self._connection.address} broke: {exc}",
+                        kind="unreachable",
                     ) from exc
                 self._download.ended.wait(pause)
 
     def _put(self, batch: Any) -> bool:
-        """Hand a batch over when there is room; False: nobody takes any more."""
+        """Queue a batch when there is room; return False if the feed was closed."""
         with self._change:
             self._change.wait_for(lambda: len(self._ready) < self._ahead or self._closed)
             if not self._closed:

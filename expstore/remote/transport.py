@@ -1,10 +1,10 @@
-"""Requests to a server, sent until they are answered: connections, repetitions, errors by their kind.
+"""HTTP requests to a server: connections, retries, and conversion of error answers to exceptions.
 
-Used by the client. It knows addresses, bytes and errors, never rows; proxies that the environment names are
-not asked.
+Used by the client. It handles addresses, bytes and errors, but no rows. It ignores proxies that the
+environment names.
 
-A write carries an `Idempotency-Key`, by which the server knows it again: however often it is sent, it is
-done once. So every request may be repeated when its answer is lost.
+A write has an `Idempotency-Key`, by which the server recognizes a repetition and does the write only once. So
+every request can be repeated when its answer is lost.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["ARROW", "JSON", "Address", "Answer", "Connection", "Download", "Retr
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
 _Found = TypeVar("_Found")
-#: What becomes of an error whose kind is none of a class, by its status.
+#: The class of an error by its HTTP status, if no class has its kind.
 _CLASSES: Mapping[int, type[ExpStoreError]] = {
     404: errors.NotFoundError,
     409: errors.StateError,
@@ -46,24 +46,25 @@ _CLASSES: Mapping[int, type[ExpStoreError]] = {
     504: errors.QueryError,
     507: errors.StorageError,
 }
-#: So long may telling the server take that a session is over.
+#: Time limit of the request that ends a session.
 _FAREWELL_SECONDS = 2.0
-#: The server is there and asks to come again.
+#: Statuses with which a server asks for a retry.
 _AGAIN = (429, 503)
-#: Of an answer that is an error: more of it is not read.
+#: The most bytes to read of an error answer.
 _MOST = 64 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """Say how long a request that gets no answer, or 429 or 503, is sent again.
+    """How long to repeat a request that gets no answer, or the status 429 or 503.
 
     Args:
-        seconds: From its first time on; 0: it is sent once.
-        first: Pause before the second time, about; each is twice as long as that before.
-        longest: Longest pause. What the server asks for (`Retry-After`) is waited for at least.
-        seed: Of the part of each pause (half of it) that is random, so that clients which lost their server
-            together do not all come back together; None: another one in every process.
+        seconds: Seconds since the first attempt during which a request is repeated; 0 for a single attempt.
+        first: Approximate pause in seconds before the second attempt; each pause is twice as long as the
+            one before.
+        longest: Longest pause in seconds. A longer `Retry-After` of the server is respected.
+        seed: Seed of the random half of each pause, which prevents clients that lost their server together
+            from returning together; None for a different seed in every process.
     """
 
     seconds: float = 60.0
@@ -78,11 +79,11 @@ class Retries:
 
 @dataclass(frozen=True)
 class Address:
-    """Say where a store is served.
+    """The address of a served store.
 
     Args:
         root: URL of the server.
-        name: The store's name there.
+        name: The store's name on the server.
     """
 
     root: str
@@ -90,16 +91,16 @@ class Address:
 
     @classmethod
     def of(cls, url: str) -> Address:
-        """Read `http://host:8420/name`.
+        """Parse an address such as `http://host:8420/name`.
 
         Raises:
-            ValueError: It is no such URL.
+            ValueError: It is not the URL of a store.
         """
         parts = urlsplit(url)
         before, _, name = parts.path.rstrip("/").rpartition("/")
         known = parts.scheme in ("http", "https") and parts.hostname and name
         if not known or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError(f"{url!r} is no address of a store; give one such as http://host:8420/name")
+            raise ValueError(f"{url!r} is not the address of a store; pass one such as http://host:8420/name")
         return cls(f"{parts.scheme}://{parts.netloc}{before}", unquote(name))
 
     def __str__(self) -> str:
@@ -113,33 +114,32 @@ class Address:
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold what the server has answered.
+    """The answer of a server.
 
     Args:
-        body: Its bytes, which may be written to.
-        headers: By name, in lower case.
+        body: The body's bytes, which may be changed.
+        headers: The headers by name, in lower case.
     """
 
     body: bytearray
     headers: Mapping[str, str]
 
     def json(self) -> Any:
-        """Return what its JSON says.
+        """Return the parsed JSON body.
 
         Raises:
-            RemoteError: It is none.
+            RemoteError: The body is not JSON.
         """
         try:
             return json.loads(self.body)
         except ValueError as exc:
-            raise RemoteError(f"the answer is no JSON: {exc}", kind="answer") from exc
+            raise RemoteError(f"the server's answer is not JSON: {exc}", kind="answer") from exc
 
 
 class Download:
-    """Read a long answer as it comes.
+    """Read a long answer incrementally, into the caller's memory.
 
-    Not by httpx: it hands out 64 KiB at a time, each through a parser in Python; this fills the caller's
-    memory.
+    It does not use httpx, which returns 64 KiB at a time, each parsed in Python.
 
     Threads: one opens and reads; any may close.
     """
@@ -150,27 +150,27 @@ class Download:
         self._response: http.client.HTTPResponse | None = None
 
     def began(self, sock: socket.socket) -> None:
-        """Be told where the answer will come from.
+        """Keep the socket after connecting, so that `close` can shut it down.
 
         Raises:
-            StateError: Nobody waits for it any more.
+            StateError: The download was closed.
         """
         self._release()
         self._sock = sock
         self.check()
 
     def came(self, response: http.client.HTTPResponse) -> None:
-        """Be told that it begins."""
+        """Keep the response for `readinto`, when the answer begins."""
         self._response = response
 
     def check(self) -> None:
-        """Raise StateError if it is closed."""
+        """Raise StateError if the download was closed."""
         if self.ended.is_set():
             self._release()
-            raise StateError("the stream of batches is closed", hint="begin another one")
+            raise StateError("the stream of batches is closed", hint="begin a new iteration")
 
     def readinto(self, memory: Any) -> int:
-        """Fill memory, and return how many bytes; fewer at the end.
+        """Fill memory and return the number of bytes read; fewer than requested at the end.
 
         Raises:
             OSError, http.client.HTTPException: The connection broke.
@@ -179,7 +179,7 @@ class Download:
         return self._response.readinto(memory)
 
     def close(self) -> None:
-        """End the connection; who opens or reads is woken."""
+        """Close the connection; a thread that opens or reads it is woken."""
         self.ended.set()
         self._release()
 
@@ -192,7 +192,7 @@ class Download:
 
 
 class _Lost(Exception):
-    """The request has no answer; it may be sent again, unless it is final."""
+    """Raised when a request got no answer, or one that asks for a retry. It is repeated unless `final`."""
 
     def __init__(
         self, why: str, error: ExpStoreError | None = None, pause: float = 0.0, *, final: bool = False
@@ -202,7 +202,7 @@ class _Lost(Exception):
 
 
 class _InProcess:
-    """What a connection has in one process: sockets, random numbers, keys of its own."""
+    """The state of a connection in one process: sockets, random numbers and idempotency keys."""
 
     def __init__(self, make: Callable[[], httpx.Client], seed: int | None) -> None:
         self.client = make()
@@ -215,16 +215,16 @@ class _InProcess:
 
 
 class Connection:
-    """Send requests to one server.
+    """A connection to a served store.
 
-    Threads: any number may. Processes: in a forked child, and in a copy in another process, it opens sockets
-    of its own when it is first used.
+    Threads: any number may use it. Processes: in a forked child, and in a copy in another process, it opens
+    new sockets when it is first used.
 
     Args:
-        address: The store's.
-        token: Who is asking; None: anybody.
-        timeout: Seconds that connecting may take, and the answer, and each part of it.
-        retries: How long a request is sent again.
+        address: The store's address.
+        token: The access token; None to send none.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: How long requests are repeated; None for the default.
     """
 
     def __init__(
@@ -233,13 +233,13 @@ class Connection:
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0, got {timeout!r}")
         if token is not None and not (token.isascii() and token.isprintable()):
-            raise ValueError("the token holds characters that no header has")
+            raise ValueError("the token has characters that an HTTP header cannot contain")
         self.address, self.timeout, self.retries = address, timeout, retries or Retries()
         self._token, self._closed = token, False
         self._mine: dict[int, _InProcess] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs, which has a session of its own."""
+        """Return the state for a copy, which begins a session of its own."""
         return self.__dict__ | {"_mine": {}}
 
     @property
@@ -248,9 +248,10 @@ class Connection:
         return self._closed
 
     def close(self) -> None:
-        """Close the sockets of this process; who waits to send something again is woken.
+        """Close the sockets of this process; threads that wait for a retry are woken.
 
-        The session of its writes ends: the server is told once, without waiting for one that does not answer.
+        This ends the session of its writes. The server is told once; it is not told again if it does not
+        answer.
         """
         mine = self._mine.get(os.getpid())
         if mine is not None and not self._closed:
@@ -263,10 +264,10 @@ class Connection:
                 download.close()
 
     def check(self) -> None:
-        """Raise StateError if it is closed."""
+        """Raise StateError if the connection is closed."""
         if self._closed:
             raise StateError(
-                f"the connection to {self.address} is closed", hint="make another one: expstore.connect()"
+                f"the connection to {self.address} is closed", hint="open a new one: expstore.connect()"
             )
 
     def request(
@@ -282,22 +283,22 @@ class Connection:
         once: bool = False,
         wait: float = 0.0,
     ) -> Answer:
-        """Send a request, and return its answer.
+        """Send a request and return its answer.
 
         Args:
-            method: HTTP's.
-            route: One of the store's.
-            body: What is sent: bytes, or what JSON can keep.
-            kind: The body's type.
-            accept: The answer's.
-            params: Of the query.
-            write: Whether it changes the store: it has a key then.
-            once: Whether it is not sent again once the server may have begun with it.
-            wait: Seconds that the server was asked to wait.
+            method: The HTTP method.
+            route: One of the store's routes.
+            body: The body: bytes, or a value that is sent as JSON.
+            kind: Content type of the body.
+            accept: Content type of the answer.
+            params: Parameters of the query.
+            write: Whether it changes the store: then it is sent with an idempotency key.
+            once: Whether not to repeat it if the server may have received it.
+            wait: Seconds that the request asks the server to wait for rows.
 
         Raises:
-            RemoteError: The server cannot be reached, or refuses; of `status` it says.
-            ExpStoreError: What the store has raised there: the same class.
+            RemoteError: The server cannot be reached, or refuses the request; see `status`.
+            ExpStoreError: The error that the store raised on the server, of the same class.
             StateError: The connection is closed.
         """
         mine = self._here()
@@ -323,7 +324,7 @@ class Connection:
             except (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException) as exc:
                 reached = not isinstance(exc, (httpx.ConnectError, httpx.ConnectTimeout))
                 raise _Lost(str(exc) or type(exc).__name__, final=once and reached) from exc
-            except RuntimeError:  # another thread has closed it
+            except RuntimeError:  # another thread closed the connection
                 self.check()
                 raise
             if not answer.is_success:
@@ -333,17 +334,17 @@ class Connection:
         return self._until_answered(f"{method} {url}", mine, ask)
 
     def fetch(self, download: Download, route: str, body: Any, *, wait: float = 0.0) -> None:
-        """Ask for a long answer of Arrow, over a socket of its own.
+        """Request a long answer of Arrow messages, over a socket of its own.
 
         Args:
-            download: By which it is read; one that has broken off may be opened again.
-            route: One of the store's.
-            body: What JSON can keep.
-            wait: Seconds that the server was asked to wait.
+            download: Reads the answer. A download that broke can be opened again.
+            route: One of the store's routes.
+            body: A value that is sent as JSON.
+            wait: Seconds that the request asks the server to wait for rows.
 
         Raises:
-            RemoteError: The server cannot be reached, or refuses.
-            ExpStoreError: What the store has raised there.
+            RemoteError: The server cannot be reached, or refuses the request.
+            ExpStoreError: The error that the store raised on the server.
             StateError: The download is closed.
         """
         mine, content = self._here(), json.dumps(body).encode()
@@ -376,7 +377,7 @@ class Connection:
         self._until_answered(f"POST {url}", mine, ask, download.ended)
 
     def begin_session(self) -> None:
-        """Have the server hear of this process's session from now on, while the connection is open.
+        """Start a thread that tells the server about this process's session, until the connection is closed.
 
         Raises:
             StateError: The connection is closed.
@@ -392,7 +393,7 @@ class Connection:
         beat.start()
 
     def beat(self) -> None:
-        """Tell the server that the connection is open; what fails is tried again with the next beat."""
+        """Tell the server that the connection is open. Failures are ignored: the next beat tries again."""
         with contextlib.suppress(ExpStoreError, httpx.HTTPError, RuntimeError):
             self._tell("session", self.timeout)
 
@@ -407,7 +408,7 @@ class Connection:
         mine.client.post(self.address.path(route), headers=headers, timeout=timeout)
 
     def pauses(self) -> Iterator[float]:
-        """Return pauses to make one after another, each about twice as long as that before."""
+        """Yield the pauses between attempts in seconds, each about twice as long as the one before."""
         mine, pause = self._here(), self.retries.first
         while True:
             yield pause * (0.5 + mine.random.random() / 2)
@@ -437,7 +438,7 @@ class Connection:
     def _here(self) -> _InProcess:
         self.check()
         mine = self._mine.get(os.getpid())
-        if mine is None:  # the parent's sockets stay the parent's: they are neither used nor closed
+        if mine is None:  # a forked child neither uses nor closes its parent's sockets
             made = _InProcess(self._client, self.retries.seed)
             mine = self._mine.setdefault(os.getpid(), made)
             if mine is not made:
@@ -462,7 +463,7 @@ class Connection:
 
 
 def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
-    """Tell the server every minute that a connection is open, until it is closed or forgotten."""
+    """Tell the server every minute that a connection is open, until it is closed or garbage-collected."""
     while not ended.wait(tuning.CONNECTION_HEARTBEAT_SECONDS):
         known = connection()
         if known is None:
@@ -472,7 +473,7 @@ def _beat(connection: weakref.ref[Connection], ended: threading.Event) -> None:
 
 
 def _refuse(status: int, headers: Any, body: bytes | bytearray) -> NoReturn:
-    """Raise what the server has raised; `_Lost` if it asks to come again."""
+    """Raise the server's error; `_Lost` if the server asks for a retry."""
     error = _error_of(status, body)
     if status in _AGAIN:
         asked = headers.get("Retry-After", "")

@@ -1,7 +1,7 @@
-"""Types of fields without a fixed size, as text: strings, lists, structs, tensors of any length.
+"""Types of variable-length fields as text: strings, lists, structs, tensors of any length.
 
-Used by schemas, which keep the text, and by whoever needs the Arrow type behind it. It looks at types,
-never at values; pyarrow is imported when a type is asked for.
+Used by schemas, which store the text, and by code that needs the Arrow type. It handles types, never values;
+pyarrow is imported when an Arrow type is first needed.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def check_text(text: str) -> None:
 
 
 def describe(text: str) -> str:
-    """Return the text of a type as it stands in messages.
+    """Return a readable description of a type, given as text, for messages.
 
     >>> describe('{"list":{"fixed":["int32",2]}}'), describe('{"ragged":["int32",[null,3]]}')
     ('list<int32[2]>', 'int32[?, 3]')
@@ -226,7 +226,7 @@ def _build_leaf(text: str) -> pa.DataType:
 
 
 def _describe(data: Any) -> str:
-    """Return a type as it stands in messages; any error means that it is none."""
+    """Return a readable description of a parsed type; any exception means that it is not a type."""
     if isinstance(data, str):
         if data not in _PLAIN and _MORE.fullmatch(data) is None:
             raise ValueError(data)

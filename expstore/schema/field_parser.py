@@ -26,13 +26,14 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
     """Return the schema of rows with these fields; None for None.
 
     Args:
-        types: Key -> what a row has there: a dtype, by name or torch's own, for one number; a pair of a dtype
-            and a row shape for a tensor, with None for dims in which rows differ; str or bytes for text or
-            bytes, or None; a pyarrow type for a value of it, or None. A mapping in it is a group of fields.
+        types: The type of each field by its key: a dtype (a name or a torch dtype) for one number; a pair of
+            a dtype and a row shape for a tensor, with None for dims in which rows differ; str or bytes for a
+            nullable text or bytes; a pyarrow type for a nullable value of it. A nested mapping is a group of
+            fields.
 
     Raises:
-        SchemaError: There is no such type, or Arrow's cannot be kept.
-        TypeError: A key is none.
+        SchemaError: A type does not exist, or an Arrow type is not supported.
+        TypeError: A key is not a key.
 
     Example:
         >>> schema_of({"prompt": str, "tokens": ("int32", (None,)), "next": {"reward": "float32"}})

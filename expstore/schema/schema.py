@@ -101,14 +101,14 @@ class Field:
 
 
 class Schema:
-    """Hold the fields of a store in their order. Immutable.
+    """The fields of a store in their order. Immutable.
 
     Args:
-        fields: At least one; names as the class checks them.
-        form: How rows are put together out of them, as `expstore.data.containers` notes it; "": as
+        fields: At least one field; the class checks the names.
+        form: How rows are composed of the fields, as `expstore.data.containers` writes it; "" for
             TensorDicts.
-        late: Fields that came when there were rows already, and what a row that lacks one of them has there;
-            None: rows must have it. Of the field's row shape, as its bytes lie in a column.
+        late: Fields that were added when the store had rows, with the value of rows that come without the
+            field; None if rows must have it. The value has the field's row shape and its bytes in a column.
 
     Raises:
         SchemaError: A name cannot be a path, two names clash, a dtype is not supported, or a field has no
@@ -208,7 +208,7 @@ class Schema:
         return "Schema(" + ", ".join(f"{key_name(f.key)}: {f}" for f in self.fields) + ")"
 
     def place(self, key: Key) -> int:
-        """Return the position of a field, -1 if there is none."""
+        """Return the position of a field; -1 if the schema does not have it."""
         return self._by_key.get(key, -1)
 
     def place_of(self, key: Key) -> int:
@@ -227,14 +227,15 @@ class Schema:
         return other is not None and (self.fields, self.form) == (other.fields, other.form)
 
     def grown(self, entry: Field, default: Array | None) -> Schema:
-        """Return the schema with one more field, behind the others.
+        """Return the schema with one more field, after the others.
 
         Args:
             entry: The field.
-            default: What rows have there that come without it; None: they must not. Shape the field's.
+            default: The value of rows that come without the field, of its row shape; None if rows must have
+                it.
 
         Raises:
-            SchemaError: It cannot be a field beside these.
+            SchemaError: The field's name clashes with another one, or the default has another shape.
         """
         if default is not None:
             default = np.array(default, entry.numpy_dtype)

@@ -78,17 +78,17 @@ class Trajectory(TensorClass["nocast"]):  # type: ignore[misc, name-defined]
         return torch.as_tensor(self.reward).sum()
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry, of the root or else below `next`; `default` if there is none."""
+        """Return an entry of the root, or else of `next`; `default` if neither has it."""
         value = find_entry(self.data, key)
         return default if value is None else value
 
     def keys(self, *args: Any, **options: Any) -> Any:
-        """Return the keys of the TensorDict; arguments as there."""
+        """Return the keys of the TensorDict, with the arguments of `TensorDict.keys`."""
         return self.data.keys(*args, **options)
 
 
 def find_entry(data: TensorDictBase, key: Any) -> Any:
-    """Return an entry, of the root or else below `next`; None if there is none."""
+    """Return an entry of the root, or else of `next`; None if neither has it."""
     for place in (key, ("next", key)) if isinstance(key, str) else (key,):
         value = data.get(place, None)
         if value is not None:
@@ -96,7 +96,7 @@ def find_entry(data: TensorDictBase, key: Any) -> Any:
     return None
 
 
-# A tensorclass gets these methods when the class is made: what is added to them comes afterwards.
+# `tensorclass` adds these methods when it creates the class, so they are extended afterwards.
 _own_getattr, _own_getitem = Trajectory.__getattr__, Trajectory.__getitem__
 
 
@@ -131,7 +131,7 @@ for _method in (_getattr, _getitem, _repr):
 
 # -- conditions ---------------------------------------------------------------------------------------
 
-#: The fields that an expression reads; None: nobody knows.
+#: The fields that an expression reads; None if they are unknown.
 Keys = frozenset[str | Key] | None
 
 
@@ -140,14 +140,14 @@ def _both(first: Keys, second: Keys) -> Keys:
 
 
 class TrajectoryPredicate:
-    """Say of a trajectory whether it meets a condition; join with `&`, `|` and `~`.
+    """A condition on trajectories; combine conditions with `&`, `|` and `~`.
 
-    Threads: any number may ask. Crashes: it keeps nothing.
+    Threads: any number may call it. Crashes: it stores nothing.
 
     Args:
-        fn: The condition.
-        description: How it is shown.
-        keys: The fields that it reads; None: nobody knows.
+        fn: Returns whether a trajectory meets the condition.
+        description: Text for its `repr`.
+        keys: The fields that it reads; None if they are unknown.
 
     Example:
         >>> condition = (traj.reward.sum() > 2) & (traj.length < 200)
@@ -159,7 +159,7 @@ class TrajectoryPredicate:
         self._fn, self._text, self._keys = fn, description, keys
 
     def required_keys(self) -> Keys:
-        """Return the fields that it reads; None: nobody knows."""
+        """Return the fields that the condition reads; None if they are unknown."""
         return self._keys
 
     def __call__(self, trajectory: Any) -> bool:
@@ -356,15 +356,17 @@ traj = _Trajectories()
 
 
 def check_predicate(predicate: Any) -> None:
-    """Raise TypeError if a condition has a value per step, or is none.
+    """Check that a value is a condition on trajectories.
 
     Raises:
-        TypeError: It cannot say of a trajectory whether it meets it.
+        TypeError: It has a value per step instead of one per trajectory, or it is not a condition.
     """
     if isinstance(predicate, _PerStep):
         predicate()
     if predicate is not None and not callable(predicate):
-        raise TypeError(f"a condition is made of traj, or a function of a trajectory; got {predicate!r}")
+        raise TypeError(
+            f"a condition must be built from traj or be a function of a trajectory; got {predicate!r}"
+        )
 
 
 # -- plain data ---------------------------------------------------------------------------------------

@@ -334,7 +334,7 @@ def _plan(storage: ReadView, transform: Compose, predicate: Callable[[Any], Any]
     parts: list[Any] = []
     for part in reversed(transform.acting):
         writes = getattr(part, "out_keys", None)
-        if not writes:  # nobody knows what it does
+        if not writes:  # it is unknown which fields it writes
             return everything
         if any(_meet(to_key(key), known) for key in writes for known in wanted):
             parts.insert(0, part)

@@ -29,30 +29,30 @@ def split_trajectories(
     done_key: str | tuple[str, ...] | None = None,
     as_nested: bool | torch.layout = False,
 ) -> TensorDictBase:
-    """Make a batch with one row for each trajectory, filled up with zeros.
+    """Split a batch into one row per trajectory, padded with zeros.
 
-    What a batch holds is what is split: a trajectory that goes on in the next batch ends here.
+    A trajectory ends at the end of the batch, even if the next batch continues it.
 
     Args:
-        rollout_tensordict: Steps of trajectories, one behind another along the last batch dim; the other
-            batch dims are lanes, whose trajectories are never joined. It is not changed.
-        prefix: Where the names of trajectories are looked for (`traj_ids`), and the mask is written. None:
-            "collector" if there is such an entry, else the root.
-        trajectory_key: The field that says to which trajectory a step belongs; before `prefix`.
-        done_key: The field below "next" that is True in the last step of each trajectory, where nothing
-            names them; None: "done". The names that follow from it, from 0 on, are written to `traj_ids`.
-        as_nested: Return nested tensors without zeros and mask instead, of the layout given, or else
+        rollout_tensordict: Steps of trajectories, concatenated along the last batch dim. The other batch dims
+            are lanes, whose trajectories are never joined. It is not changed.
+        prefix: Where to read the trajectory ids (`traj_ids`) and to write the mask. None for "collector" if
+            there is such an entry, else the root.
+        trajectory_key: The field with the trajectory id of each step; overrides `prefix`.
+        done_key: The field below "next" that is True in the last step of each trajectory, if there are no
+            trajectory ids; None for "done". The ids derived from it, from 0 on, are written to `traj_ids`.
+        as_nested: Whether to return nested tensors without padding and mask, with the given layout or
             `torch.strided`.
 
     Returns:
-        A new TensorDict. Batch size `(trajectories, longest)`; `mask`, beside the names, is True where
-        there is a step. Where all trajectories are as long as the last dim, the batch as it is, with
-        the mask (one without lanes gets a dim in front).
+        A new TensorDict. Batch size `(trajectories, longest)`; `mask`, next to the ids, is True where there
+        is a step. If all trajectories are as long as the last dim, it is the batch itself with the mask (a
+        batch without lanes gets a first dim).
 
     Raises:
-        TypeError: It is no TensorDict, or what names a field is no key.
-        SchemaError: It has no batch dims or no steps, or the field that tells trajectories apart is not
-            there or holds more than one value per step.
+        TypeError: It is not a TensorDict, or a key is not a key.
+        SchemaError: It has no batch dims or no steps, or the field with trajectory ids or ends is missing or
+            has more than one value per step.
 
     Example:
         >>> done = torch.tensor([False, False, True, False, False])
@@ -185,25 +185,25 @@ def find_start_stop_traj(
     cursor: int | torch.Tensor | range | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find the trajectories in rows that lie as in a ring.
+    """Find the trajectories in the rows of a ring.
 
     Args:
-        trajectory: To which trajectory each row belongs. Shape `(T, ...)`, time first. It or `end`.
-        end: Whether a row is the last of its trajectory. Shape `(T, ...)`, bool, time first.
-        at_capacity: Whether the ring is full: a trajectory that does not end with the last row goes on in
-            the first one, unless nothing ends at all. Otherwise the last row is an end.
-        cursor: The row that was written last, or several, of which the last counts: in a full ring it is
-            an end, since what followed it has been overwritten.
-        device: Where to compute; None: where the rows are.
+        trajectory: Trajectory id of each row. Shape `(T, ...)`, time first. Pass either it or `end`.
+        end: Whether each row is the last of its trajectory. Shape `(T, ...)`, bool, time first.
+        at_capacity: Whether the ring is full. In a full ring, a trajectory that does not end at the last row
+            continues at the first row, unless there is no end at all. Otherwise the last row is an end.
+        cursor: The row that was written last; of several rows the last one is used. In a full ring it is an
+            end, because the row that followed it was overwritten.
+        device: Device of the computation; None for the rows' device.
 
     Returns:
-        First and last rows of the trajectories, shape `(n, dims)`, int64: the time, then the place along
-        the other dims; and their lengths, shape `(n,)`. Sorted by place, then by last row. Of one that goes
-        on at the ring's beginning the first row is behind the last.
+        First and last rows of the trajectories, shape `(n, dims)`, int64: the time, then the position along
+        the other dims; and their lengths, shape `(n,)`. Sorted by position, then by last row. If a trajectory
+        continues at the beginning of the ring, its first row is after its last one.
 
     Raises:
-        TypeError: Both or none of `trajectory` and `end` are given.
-        RuntimeError: There are no rows, or `cursor` is none.
+        TypeError: Both or neither of `trajectory` and `end` are passed.
+        RuntimeError: There are no rows, or `cursor` is not one of them.
 
     Example:
         >>> end = torch.tensor([False, False, True, False, False])

@@ -1,6 +1,6 @@
-"""What is done to rows on their way in, and to batches on their way out.
+"""Transforms of rows before they are stored, and of batches after they were sampled.
 
-Buffers take one of these, functions, modules, or torchrl's.
+Buffers accept these classes, functions, modules and TorchRL's transforms.
 """
 
 from expstore.transforms.base import StepTransform, StepView

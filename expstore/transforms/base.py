@@ -1,7 +1,7 @@
-"""What transforms see of the steps before and after the rows of a batch.
+"""The base class of transforms that read other steps of a batch's episodes, and their access to these steps.
 
-Buffers make a `StepView` of the rows that they read, for transforms that are `StepTransform`s. It finds rows
-by episode and step, as the storage knows them; it chooses no rows of a batch, and keeps nothing.
+A buffer makes a `StepView` of the rows of a batch and passes it to its `StepTransform`s. The view finds rows
+by episode and step. It does not choose the rows of a batch, and it caches nothing between batches.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ _DONE: Key = ("next", "done")
 
 
 class Overtaken(Exception):
-    """Rows have left while other steps were looked for: `show_to` takes it in, and they are read again."""
+    """Raised when a row of the batch left the store during a lookup; `show_to` catches it."""
 
 
 class StepView:
     """Find and read other steps of the episodes of a batch's rows.
 
-    Steps follow their episode wherever its rows lie: across batches, workers, the end of a ring. Those are
-    seen that can be read now; rows that were given up part an episode in two. Every row that was shown is
-    remembered: what was seen of it counts only if all of them are `intact` in the end.
+    An episode's steps are found wherever its rows are stored: across batches, workers and the end of a ring.
+    Only rows that can be read now are found; deleted rows split an episode in two. The view remembers the
+    oldest row that it returned: what was read is valid only if `intact` is True afterwards.
 
-    Threads: one uses it, while others write. Processes: as the storage. Crashes: it keeps nothing.
+    Threads: used by one thread, while others write. Processes: as the storage. Crashes: it stores nothing.
 
     Args:
-        storage: What holds the rows.
-        ids: Those of the batch. Shape `(n,)`.
-        generator: The numbers of this draw, as the sampler has left them; None: nothing is drawn, rows are
-            read by index.
+        storage: The storage with the rows.
+        ids: Ids of the batch's rows. Shape `(n,)`.
+        generator: The random generator of this draw, in the state in which the sampler left it; None if the
+            rows are read by index.
 
     Raises:
-        SchemaError: Rows are no single steps of TensorDicts.
-        StateError: Better rows take the places of others: rows next to one another are no steps.
+        SchemaError: The store's rows are not single steps of TensorDicts.
+        StateError: The store replaces rows by better ones, so neighbouring rows are not consecutive steps.
 
     Example:
         >>> view = StepView(rb.storage, np.array([3, 9]))
@@ -85,12 +85,12 @@ class StepView:
         self.storage = storage
         #: The rows of the batch. Shape `(n,)`.
         self.ids = ids
-        #: The rows of which the batch has the fields that are in `moved`. Shape `(n,)`.
+        #: Ids of the rows from which the batch gets the fields in `moved`. Shape `(n,)`.
         self.next_ids = ids
-        #: Positions in the schema of the fields that are taken from `next_ids`.
+        #: Positions in the schema of the fields that are read from `next_ids`.
         self.moved: frozenset[int] = frozenset()
         self.generator = generator
-        #: The transforms and what they have seen, in their order.
+        #: The transforms and what their `look` returned, in their order.
         self.seen: list[tuple[StepTransform, Any]] = []
         self._oldest = int(ids.min()) if ids.size else 0
         self._lost = False
@@ -98,22 +98,22 @@ class StepView:
         self._located: tuple[Runs, IntArray, int, tuple[IntArray, IntArray]] | None = None
 
     def show_to(self, step: StepTransform) -> None:
-        """Have a transform look, and keep what it has seen, unless rows have left meanwhile."""
+        """Call a transform's `look` and keep its result, unless rows of the batch have left the store."""
         if not self._lost:
             with suppress(Overtaken):
                 self.seen.append((step, step.look(self)))
 
     def at(self, ids: IntArray, offsets: Any, runs: Runs | None = None) -> tuple[IntArray, NDArray[np.bool_]]:
-        """Return the rows so many steps before or after some.
+        """Return the ids of the rows at given step offsets from rows.
 
         Args:
-            ids: Of rows of the batch, or such as were found here. Shape `(n,)`.
-            offsets: How many steps later, negative: earlier. Shape `(k,)`, or `(n, k)`.
-            runs: Which steps follow one another; None: those of the store's episodes.
+            ids: Ids of rows of the batch, or ids that a method of this view returned. Shape `(n,)`.
+            offsets: Number of steps after each row; negative for earlier steps. Shape `(k,)`, or `(n, k)`.
+            runs: Which steps follow one another; None for the steps of the store's episodes.
 
         Returns:
-            Ids, of the first or the last step that can be read where there is none so far away; and where
-            there is one. Shapes `(n, k)`.
+            The ids, int64, and whether there is a readable step at each offset, bool. Shapes `(n, k)`. Where
+            there is no such step, the id is that of the episode's first or last readable step.
         """
         offsets = np.ascontiguousarray(np.atleast_2d(offsets), np.int64)
         runs = self.storage.runs if runs is None else runs
@@ -126,8 +126,8 @@ class StepView:
         """Return how many steps before each row can be read, and how many after it. Shapes `(n,)`.
 
         Args:
-            ids: Of rows. Shape `(n,)`.
-            runs: As `at`.
+            ids: Ids of rows. Shape `(n,)`.
+            runs: Which steps follow one another; None for the steps of the store's episodes.
         """
         runs = self.storage.runs if runs is None else runs
         with runs.lock:
@@ -135,14 +135,14 @@ class StepView:
             return steps - runs.first[numbers], runs.stop[numbers] - 1 - steps
 
     def ahead(self, ids: IntArray, most: int | None = None) -> tuple[IntArray, IntArray]:
-        """Return the rows from each one on, to the last step that can be read.
+        """Return, for each row, the ids from that row to the last readable step of its episode.
 
         Args:
-            ids: Of which rows. Shape `(n,)`.
-            most: So many of each at most; None: all.
+            ids: Ids of rows. Shape `(n,)`.
+            most: The most ids to return for each row; None for all.
 
         Returns:
-            Their ids, one row's behind another's; and how many each has. Shapes `(total,)` and `(n,)`.
+            The ids of all rows, concatenated, and the number of ids of each row. Shapes `(total,)`, `(n,)`.
         """
         runs = self.storage.runs
         with runs.lock:
@@ -158,12 +158,12 @@ class StepView:
         """Return fields of rows; bfloat16 as uint16 bits.
 
         Args:
-            ids: Which rows. Any shape.
-            keys: Of the fields.
+            ids: Ids of the rows. Any shape.
+            keys: Keys of the fields.
 
         Returns:
-            One array per field. Shapes `(*ids.shape, *row shape)`; of rows without a fixed size pyarrow
-            Arrays, flat.
+            One array per field. Shapes `(*ids.shape, *row shape)`; a variable-length field is a flat pyarrow
+            Array.
 
         Raises:
             SchemaError: There is no such field.
@@ -177,14 +177,14 @@ class StepView:
         """Return a field of rows as a tensor, which owns its memory.
 
         Args:
-            ids: Which rows. Any shape.
-            key: Of the field.
+            ids: Ids of the rows. Any shape.
+            key: Key of the field.
 
         Returns:
             Shape `(*ids.shape, *row shape)`.
 
         Raises:
-            SchemaError: There is no such field, or it is none of tensors.
+            SchemaError: There is no such field, or its rows are not tensors of one size.
         """
         (column,) = self.read(ids, [key])
         dtype = self.storage.require_schema()[key].dtype
@@ -194,17 +194,17 @@ class StepView:
         return values.view(torch.bfloat16) if dtype == "bfloat16" else values
 
     def floats(self, ids: IntArray, key: Key) -> Array:
-        """Return a field of numbers as float64, or as float32 if it has less.
+        """Return a numeric field: float32 and bfloat16 as float32, every other dtype as float64.
 
         Args:
-            ids: Which rows. Any shape.
-            key: Of the field.
+            ids: Ids of the rows. Any shape.
+            key: Key of the field.
 
         Returns:
             Shape `(*ids.shape, *row shape)`.
 
         Raises:
-            SchemaError: There is no such field, or it is none of numbers.
+            SchemaError: There is no such field, or its values are not real numbers.
         """
         (column,) = self.read(ids, [key])
         dtype = self.storage.require_schema()[key].dtype
@@ -215,17 +215,19 @@ class StepView:
         return column if column.dtype == np.float32 else column.astype(np.float64)
 
     def ends(self, ids: IntArray, key: Key = _DONE) -> NDArray[np.bool_]:
-        """Say which rows end something, as they say themselves: done, terminated, truncated.
+        """Return which rows are marked as ends.
 
         Args:
-            ids: Which rows. Any shape.
-            key: The one field that says so, if it is not ("next", "done").
+            ids: Ids of the rows. Any shape.
+            key: The field that marks ends. ("next", "done") means the store's own fields: done, terminated
+                and truncated.
 
         Returns:
-            Shape that of `ids`. Where rows do not say it, only the last step that can be read is an end.
+            Bool, shape of `ids`. All False if the store has no such fields: then only the last readable step
+            of an episode is an end.
 
         Raises:
-            SchemaError: There is no such field, it has more than one value per row, or it is no flag.
+            SchemaError: There is no such field, it has more than one value per row, or it is not a flag.
         """
         own = self.storage.keys
         schema = self.storage.require_schema()
@@ -253,10 +255,10 @@ class StepView:
         return flags
 
     def columns(self, places: Sequence[int] | None = None) -> list[Array]:
-        """Return the fields of the batch, in the schema's order, those that have moved from `next_ids`.
+        """Return the fields of the batch, in the schema's order; fields in `moved` are read from `next_ids`.
 
         Args:
-            places: Positions of the fields wanted; None: all.
+            places: Positions of the fields to return; None for all.
         """
         moved = self.moved if places is None else self.moved.intersection(places)
         if not moved:
@@ -270,15 +272,15 @@ class StepView:
 
     @property
     def oldest(self) -> int:
-        """The smallest id of all rows that were shown, those of the batch included; 0: there are none."""
+        """The smallest id of the batch's rows and all rows that this view returned; 0 for no rows."""
         return self._oldest
 
     @property
     def intact(self) -> bool:
-        """Whether no row that was shown has been overwritten, and none at all changed, since."""
+        """Whether no row that this view returned was overwritten, and no row of the store was changed."""
         if self._lost or self._changes & 1 or self._changes != self.storage.changes.number:
             return False
-        # The oldest row is the first whose place is taken.
+        # The oldest row is overwritten first.
         return not self._oldest or self.storage.intact(np.array([self._oldest]))
 
     def _show(self, ids: IntArray) -> None:
@@ -286,10 +288,10 @@ class StepView:
             self._oldest = min(self._oldest or int(ids.flat[0]), int(ids.min()))
 
     def _locate(self, runs: Runs, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return run and step of rows; the runs' lock is held.
+        """Return the run and the step of rows; the caller holds the lock of the runs.
 
         Raises:
-            Overtaken: Some have left: the batch is to be drawn again.
+            Overtaken: A row has left the store: the batch must be drawn again.
         """
         runs.look()
         known = self._located
@@ -303,12 +305,12 @@ class StepView:
 
 
 def _check_rows(storage: ReadView) -> None:
-    """Raise an error where rows are no steps that can be told from one another."""
+    """Raise an error if the rows of a store are not the single steps of episodes."""
     schema = storage.require_schema()
     if storage.ranking is not None:
         raise StateError(
-            "rows of this store give way to better ones, which stand next to steps of other episodes",
-            hint="look at other steps where all rows stay: with another writer",
+            "this store replaces rows by better ones, so neighbouring rows are not consecutive steps",
+            hint="use a store with another writer",
         )
     if not schema.form:
         return
@@ -327,13 +329,14 @@ def _check_rows(storage: ReadView) -> None:
 
 
 class StepTransform(ABC):
-    """Make something of a batch's rows and of other steps of their episodes.
+    """Base class of transforms that read other steps of the episodes of a batch's rows.
 
-    Given to a buffer as any other transform, it acts right after the rows were read, before all others that
-    are not of this kind, and after those that are and stand before it. It sees rows as they are stored.
+    Give it to a buffer like any other transform. The buffer's step transforms run first, in their order,
+    right after the rows were read; all other transforms follow. A step transform sees rows as they are
+    stored.
 
-    Threads: any number may sample at once: `look` hands what it finds to `apply`, and keeps nothing.
-    Processes: a copy is one of its own. Crashes: it keeps nothing.
+    Threads: any number may sample at once: `look` returns what `apply` needs, and neither keeps state.
+    Processes: a copy is independent. Crashes: it stores nothing.
 
     Example:
         >>> class Remaining(StepTransform):
@@ -344,40 +347,40 @@ class StepTransform(ABC):
         >>> rb.append_transform(Remaining())
     """
 
-    #: It sets the view's `next_ids`, as no second one in a buffer may.
+    #: Whether it sets the view's `next_ids`. A buffer accepts only one such transform.
     moves: ClassVar[bool] = False
 
     @property
     def settings(self) -> object:
-        """What it goes by, if that can change: batches made ahead (`prefetch`) by others are made anew."""
+        """Its mutable settings, if any: batches prefetched under other settings are built again."""
         return None
 
     @abstractmethod
     def look(self, view: StepView) -> Any:
-        """Return what `apply` needs; called while the rows are read, again where a writer was faster.
+        """Return what `apply` needs. Called while the rows are read, and again if a writer overwrote one.
 
         Args:
-            view: What it may see. It may set `next_ids` and `moved`.
+            view: Access to the rows. The transform may set its `next_ids` and `moved`.
         """
 
     @abstractmethod
     def apply(self, batch: Any, seen: Any) -> Any:
-        """Return what becomes of the batch.
+        """Return the transformed batch.
 
         Args:
-            batch: A TensorDict. Batch size `[n]`, one row for each of the view's.
+            batch: A TensorDict. Batch size `[n]`, one row for each row of the view.
             seen: What `look` returned.
         """
 
     def forward(self, batch: Any) -> NoReturn:
-        """Refuse to act on a batch alone.
+        """Refuse to transform a batch without a store.
 
         Raises:
             StateError: Always: without a store there are no other steps.
         """
         raise StateError(
-            f"{type(self).__name__} looks at other steps of a batch's episodes: it acts inside a buffer only",
-            hint="give it to a buffer (transform=, or append_transform), of an ensemble to the members",
+            f"{type(self).__name__} reads other steps of a batch's episodes: it works inside a buffer only",
+            hint="give it to a buffer (transform=, or append_transform), or to the members of an ensemble",
         )
 
     def __call__(self, batch: Any) -> NoReturn:
@@ -397,31 +400,38 @@ def below_next(key: NestedKey) -> Key:
 def keys_of(
     in_keys: Sequence[NestedKey] | None, out_keys: Sequence[NestedKey] | None, default: Sequence[NestedKey]
 ) -> tuple[list[NestedKey], list[NestedKey]]:
-    """Return what a transform reads and what it writes: by default the same.
+    """Return the keys that a transform reads and the keys that it writes, by default the same.
 
-    A name, and a tuple of names, is one key, as everywhere in TorchRL where keys are `in_keys`.
+    A name is one key, and a tuple of names too, as in every `in_keys` of TorchRL.
+
+    Args:
+        in_keys: The keys to read; None for `default`.
+        out_keys: The keys to write; None for the keys that are read.
+        default: The default of `in_keys`.
 
     Raises:
-        TypeError: Something is no key.
-        ValueError: They are not as many.
+        TypeError: A value is not a key.
+        ValueError: The numbers of keys differ.
     """
     found = list(default) if in_keys is None else given_keys("in_keys", in_keys, nested=True)
     others = list(found) if out_keys is None else given_keys("out_keys", out_keys, nested=True)
     if len(found) != len(others):
-        raise ValueError(f"in_keys and out_keys must be as many, got {len(found)} and {len(others)}")
+        raise ValueError(
+            f"in_keys and out_keys must have the same length, got {len(found)} and {len(others)}"
+        )
     return found, others
 
 
 def given_keys(argument: str, keys: Any, *, nested: bool = False) -> list[NestedKey]:
-    """Return keys that somebody has given, as a list; a name alone is one.
+    """Return keys passed by a user as a list; a single name is one key.
 
     Args:
-        argument: What they are called where they were given.
-        keys: What was given.
-        nested: A tuple of names is one key, too, and not several.
+        argument: Name of the argument, for error messages.
+        keys: The value that the user passed.
+        nested: Whether a tuple of names is one nested key instead of several keys.
 
     Raises:
-        TypeError: Something is no key.
+        TypeError: A value is not a key.
     """
     names = isinstance(keys, tuple) and bool(keys) and all(isinstance(part, str) for part in keys)
     if isinstance(keys, str) or (nested and names):
@@ -435,11 +445,11 @@ def given_keys(argument: str, keys: Any, *, nested: bool = False) -> list[Nested
 
 
 def given_discount(transform: str, gamma: Any) -> float:
-    """Return a discount that somebody has given: from 0 to 1.
+    """Check a discount passed by a user and return it as a float from 0 to 1.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is out of its bounds.
+        TypeError: It is not a number.
+        ValueError: It is below 0 or above 1.
     """
     try:
         value = float(gamma)
@@ -451,14 +461,14 @@ def given_discount(transform: str, gamma: Any) -> float:
 
 
 def given_fill(argument: str, value: Any) -> Any:
-    """Return a number that somebody has given to stand where there is nothing.
+    """Check a fill value passed by a user (for steps that do not exist) and return it as a number.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a number.
     """
     number = value.item() if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0 else value
     if not isinstance(number, int | float | complex):
-        raise TypeError(f"{argument} is the number that stands where there is no step, got {value!r}")
+        raise TypeError(f"{argument} must be a number: the value where there is no step; got {value!r}")
     return number
 
 
@@ -477,19 +487,19 @@ def check_fill(argument: str, value: Any, key: NestedKey, dtype: torch.dtype) ->
         fits = whole and torch.iinfo(dtype).min <= value <= torch.iinfo(dtype).max
     if not fits:
         raise ValueError(
-            f"{argument}={value!r} is no value of {key_name(to_key(key))!r}, of {dtype}; "
-            "give one that it can hold"
+            f"{argument}={value!r} cannot be a value of {key_name(to_key(key))!r}, which has dtype {dtype}; "
+            "pass one that this dtype can hold"
         )
 
 
 def refuse_given(transform: str, reason: str, **given: tuple[Any, Any]) -> None:
-    """Raise ValueError if arguments that mean nothing here are not as by default.
+    """Raise ValueError if an unsupported argument (there for TorchRL's signature) is not at its default.
 
     Args:
-        transform: Whose arguments they are.
-        reason: Why they mean nothing.
-        given: Of each its value, and the default.
+        transform: Name of the transform.
+        reason: Why the arguments are not supported.
+        given: The value and the default of each argument.
     """
     for name, (value, default) in given.items():
         if value != default:
-            raise ValueError(f"{transform}: {name}={value!r} means nothing here: {reason}; leave it out")
+            raise ValueError(f"{transform}: {name}={value!r} is not supported: {reason}; leave it out")

@@ -1,6 +1,6 @@
-"""Stacks of the last frames of an episode, made when rows are sampled.
+"""A transform that stacks the last frames of an episode when rows are sampled.
 
-Buffers are given it as a transform. It acts on what is sampled: each frame is stored once.
+It changes sampled batches only: each frame is stored once.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ NestedKey = str | tuple[str, ...]
 
 @dataclass(slots=True)
 class _Stack:
-    """The frames of a field, of which the last (with `future` the first) may be the batch's own.
+    """The frames of a field, and which of them exist; shapes `(n, N, *row shape)` and `(n, N)`.
 
-    Shape of the frames `(n, N, *row shape)`; of what is there `(n, N)`.
+    If `own` is True, the last frame (with `future` the first) is taken from the batch instead.
     """
 
     frames: torch.Tensor
@@ -50,33 +50,34 @@ class _Seen:
 class CatFrames(StepTransform):
     """Stack each row's frame and the N - 1 before it in its episode (Mnih et al. 2013).
 
-    Frames are found wherever they lie: across batches, interleaved workers and the end of a ring, so that
-    rows may be sampled one by one. A stack of ("next", key) is that of the next step: it ends with
-    ("next", key), before which stand the frames of `key`; after a `MultiStepTransform` those before the last
-    step that is summed up. Where an episode has no earlier frame its first one stands, or a value. Earlier
-    frames that have left the store count as not there: while a ring goes round that is so for the N - 1
-    oldest rows of an episode that is half gone. Episodes go on after a truncation in the same trajectory, as
-    they do in the store.
+    Frames are found wherever they are stored: across batches, interleaved workers and the end of a ring. So
+    rows may be sampled one by one. A stack of ("next", key) is the stack of the next step: the frames of
+    `key`, then ("next", key); after a `MultiStepTransform` the frames before the last step of the sum. A
+    frame before the start of an episode is padded: with the episode's first frame, or with a value. Earlier
+    frames that have left the store are padded too: in a full ring these are frames of the N - 1 oldest rows
+    of an episode whose beginning was overwritten. A truncated episode continues in the same trajectory, as in
+    the store.
 
     Threads, processes and crashes as `StepTransform`.
 
     Args:
-        N: How many frames.
-        dim: Along which dim of a row they are put together; negative.
-        in_keys: The frames; `["pixels"]` by default. A name, or a tuple of names, is one key.
-        out_keys: Where the stacks go; `in_keys` by default.
-        padding: What stands where no frame is: "same": the first one that is there. "constant": a value.
-        padding_value: Which.
-        as_inverse: True would store every frame N times: refused.
-        reset_key: Means nothing here, where no environment is reset. Refused if given.
-        done_key: Means nothing here: frames follow the store's episodes. Refused if given.
-        future: The N - 1 frames that come after a row instead, itself the first; of ("next", key) too.
-        mask_key: Where to write which frames were not there. Shape `(n, N)`, bool.
+        N: Number of frames.
+        dim: The dim of a row along which frames are concatenated; negative.
+        in_keys: The fields with frames; `["pixels"]` by default. A name, or a tuple of names, is one key.
+        out_keys: The fields for the stacks; `in_keys` by default.
+        padding: What replaces a frame that does not exist: "same" for the first frame that does, "constant"
+            for `padding_value`.
+        padding_value: The value for `padding="constant"`.
+        as_inverse: Not supported: True would store every frame N times.
+        reset_key: Not supported: no environment is reset here.
+        done_key: Not supported: frames follow the store's episodes.
+        future: Whether to stack a row's frame and the N - 1 frames after it instead, also of ("next", key).
+        mask_key: The field for which frames were padded, if any. Shape `(n, N)`, bool.
 
     Raises:
-        TypeError: An argument is of another kind.
-        ValueError: An argument means nothing here or is out of range; there are not as many `out_keys` as
-            `in_keys`.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is not supported or is out of range, or the numbers of `in_keys` and
+            `out_keys` differ.
 
     Example:
         >>> rb.append_transform(CatFrames(4, dim=-3, in_keys=["pixels", ("next", "pixels")]))
@@ -101,7 +102,7 @@ class CatFrames(StepTransform):
         if isinstance(N, bool) or not isinstance(N, int) or N < 1:
             raise ValueError(f"N must be a positive whole number, got {N!r}")
         if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim is a dim of a row, a negative whole number, got {dim!r}")
+            raise TypeError(f"dim must be a dim of a row, a negative integer, got {dim!r}")
         if dim >= 0:
             raise ValueError(
                 "dim must be < 0 to accommodate for tensordict of different batch-sizes (since negative dims "
@@ -123,7 +124,7 @@ class CatFrames(StepTransform):
 
         Raises:
             SchemaError: There is no such field, or it has too few dims.
-            ValueError: It cannot hold the padding value.
+            ValueError: The field cannot hold the padding value.
         """
         seen = _Seen()
         begin = 0 if self.future else 1 - self.N
@@ -147,7 +148,7 @@ class CatFrames(StepTransform):
     def _next(self, view: StepView, key: Key, ids: NDArray[np.int64], there: NDArray[np.bool_]) -> _Stack:
         """Return the frames of a field below "next"; `ids` has one column more than there are frames."""
         if not self.future and key[1:] in view.storage.require_schema():
-            # The last stands for the next frame, which the batch has.
+            # `apply` replaces the last frame by the next frame, which the batch has.
             frames, there = view.tensor(ids[:, 1:], key[1:]), there[:, 1:].copy()
             there[:, -1] = True
             return _Stack(frames, there, own=True)
@@ -175,11 +176,12 @@ class CatFrames(StepTransform):
         return batch
 
     def _joined(self, frames: torch.Tensor, name: NestedKey) -> torch.Tensor:
-        """Put frames together along the dim. Shape `(n, *row shape)`, N times as large there."""
+        """Concatenate frames along `dim`. Shape `(n, *row shape)`, with `dim` N times as large."""
         place = frames.ndim + self.dim
         if place < 2:
             raise ValueError(
-                f"dim={self.dim} is none of {key_name(to_key(name))!r}, of row shape {list(frames.shape[2:])}"
+                f"dim={self.dim} is out of range for {key_name(to_key(name))!r}, which has row shape "
+                f"{list(frames.shape[2:])}"
             )
         return frames.movedim(1, place - 1).flatten(place - 1, place)
 
@@ -191,7 +193,7 @@ def _own(batch: Any, key: Key) -> torch.Tensor:
     values: torch.Tensor | None = batch.get(key, None)
     if values is None:
         raise NotFoundError(
-            f"no field {key_name(key)!r} in what was read",
+            f"no field {key_name(key)!r} in the batch",
             hint="store it, or put a NextStateReconstructor before CatFrames",
         )
     return values

@@ -1,7 +1,7 @@
-"""What is done to rows on their way in, and to batches on their way out: a chain of transforms.
+"""A chain of transforms: applied to data before it is stored, and to batches after they were sampled.
 
-Buffers own one each; transforms are functions, modules, torchrl's, or such as look at other steps. It never
-imports torchrl, and never writes to a storage.
+Every buffer owns one. A transform is a function, a module, a TorchRL transform or a `StepTransform`. This
+module never imports torchrl and never writes to a storage.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ __all__ = ["Compose", "Inverted"]
 
 
 class Compose:
-    """Chain transforms: forward for what is sampled, in order; backward for what is written.
+    """Chain transforms: apply them to sampled batches, and their inverses in reverse order to written data.
 
-    A transform is an object with `forward` and `inv`, as torchrl's are, or a plain callable, which acts on
-    what is sampled only. Modules are put in evaluation mode. A torchrl `Compose` among them is taken apart.
-    Those that are `StepTransform`s act before the others. One with an attribute `draws` that is True is
-    handed a NumPy generator as well, which follows from the buffer's draw (None: nothing is drawn).
+    A transform is an object with `forward` and `inv`, as TorchRL's are, or a plain callable, which is applied
+    to sampled batches only. Modules are put in evaluation mode. A TorchRL `Compose` is replaced by its parts.
+    `StepTransform`s are applied before all others. A transform whose attribute `draws` is True also gets a
+    NumPy generator, seeded by the buffer's draw (None if the batch was not drawn).
 
-    Threads: any number may transform while one appends; what keeps state between calls must bear threads by
-    itself, where several write or sample. Processes: a copy has copies of the transforms. Crashes: what a
-    transform keeps is not part of the store; see `state_dict`.
+    Threads: any number may transform while one appends a transform; a transform that keeps state between
+        calls
+    must be thread-safe if several threads write or sample. Processes: a copy has copies of the transforms.
+    Crashes: a transform's state is not part of the store; see `state_dict`.
 
     Args:
-        transforms: The transforms, in the order in which they act on samples; or one list of them.
+        transforms: The transforms, in the order in which they are applied to samples; or one list of them.
 
     Raises:
-        ValueError: Something is neither a transform nor callable, or there are two `MultiStepTransform`s.
+        ValueError: A value is neither a transform nor callable, or there are two `MultiStepTransform`s.
 
     Example:
         >>> chain = Compose(lambda batch: batch.set("double", batch["reward"] * 2))
@@ -62,17 +63,17 @@ class Compose:
             )
         #: The transforms, in their order.
         self.transforms = transforms
-        #: Those that look at other steps, in their order.
+        #: The transforms that read other steps, in their order.
         self.steps = tuple(part for part in transforms if isinstance(part, StepTransform))
-        #: Whether one of the others draws.
+        #: Whether a transform draws random numbers.
         self.draws = any(_draws(part) for part in transforms)
 
     @classmethod
     def of(cls, transform: Any) -> Compose:
-        """Return a transform, a chain, or nothing at all (None), as a chain.
+        """Return a chain of a transform, a list of transforms, or None (an empty chain).
 
         Raises:
-            RuntimeError: It is neither a transform nor callable.
+            RuntimeError: A value is neither a transform nor callable.
             ValueError: There is more than one `MultiStepTransform`.
         """
         if isinstance(transform, Compose):
@@ -90,22 +91,22 @@ class Compose:
         return cls(parts)
 
     def forward(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
-        """Transform what was sampled.
+        """Transform a sampled batch.
 
         Args:
-            batch: What was.
-            numbers: The random numbers of this draw.
+            batch: The batch.
+            numbers: The random generator of this draw.
 
         Raises:
-            StateError: A transform looks at other steps: without a buffer there are none.
-            TypeError: A transform returned nothing.
+            StateError: A transform reads other steps, which only a buffer can provide.
+            TypeError: A transform returned None.
         """
         for step in self.steps:
             step.forward(batch)
         return self.finish(batch, numbers)
 
     def finish(self, batch: Any, numbers: np.random.Generator | None = None) -> Any:
-        """Do what is done after `apply`: what the transforms do that do not look at other steps."""
+        """Apply the transforms that do not read other steps; called after `apply`."""
         for transform in self.transforms:
             if not isinstance(transform, StepTransform):
                 batch = _given(transform, _forward(transform, batch, numbers))
@@ -113,21 +114,23 @@ class Compose:
 
     @property
     def acting(self) -> tuple[Any, ...]:
-        """The transforms in the order in which they act on samples."""
+        """The transforms in the order in which they are applied to samples."""
         others = (part for part in self.transforms if not isinstance(part, StepTransform))
         return (*self.steps, *others)
 
     def look(
         self, storage: ReadView, ids: IntArray, generator: np.random.Generator | None = None
     ) -> StepView | None:
-        """Have transforms look at other steps than those of a batch; None if none does.
-
-        What they need stands in the view, which also reads the batch, and then says whether it was in time.
+        """Let the step transforms read the other steps that they need.
 
         Args:
-            storage: What holds the rows.
-            ids: Those of the batch. Shape `(n,)`.
-            generator: The numbers of this draw.
+            storage: The storage with the rows.
+            ids: Ids of the batch's rows. Shape `(n,)`.
+            generator: The random generator of this draw.
+
+        Returns:
+            A view with their results. It also reads the batch (`columns`), and then tells whether any row was
+            overwritten meanwhile (`intact`). None if no transform reads other steps.
         """
         if not self.steps:
             return None
@@ -137,7 +140,7 @@ class Compose:
         return view
 
     def apply(self, batch: Any, view: StepView) -> Any:
-        """Do to a batch what follows from other steps; `finish` does the rest."""
+        """Apply the step transforms to a batch; `finish` applies the others."""
         for step, seen in view.seen:
             batch = _given(step, step.apply(batch, seen))
         return batch
@@ -145,12 +148,13 @@ class Compose:
     def read(
         self, storage: ReadView, locate: Callable[[], IntArray], places: Sequence[int] | None = None
     ) -> tuple[IntArray, list[Array], StepView | None]:
-        """Copy rows out, and look at other steps, of which nobody overwrites any meanwhile.
+        """Copy rows and let step transforms read other steps; repeat until no writer overwrote any meanwhile.
 
         Args and errors as `read_rows`.
 
         Returns:
-            Ids, one array per field, and what `apply` needs; None: there is nothing to apply.
+            The ids, one array per field, and the view that `apply` needs; None if no transform reads other
+            steps.
         """
         if not self.steps:
             return *read_rows(storage, locate, places), None
@@ -165,18 +169,19 @@ class Compose:
         return ids, columns, view
 
     def __call__(self, batch: Any) -> Any:
-        """Do as `forward`."""
+        """Transform a sampled batch, as `forward` does."""
         return self.forward(batch)
 
     def inverse(self, batch: Any, *, single: bool = False) -> Any:
-        """Transform what is to be written, the last transform first.
+        """Apply the inverse transforms to data before it is written, the last transform first.
 
         Args:
-            batch: What is to be written; it may be changed in place.
-            single: It is one row: a TensorDict gets a dim for the time being, which transforms rely on.
+            batch: The data to write; it may be changed in place.
+            single: Whether it is one row. A TensorDict then temporarily gets a batch dim, which transforms
+                expect.
 
         Returns:
-            What is written instead; None: nothing.
+            The data to store; None if a transform dropped it.
         """
         if single and self.transforms and is_tensor_collection(batch):
             made = self.inverse(batch.unsqueeze(-1))
@@ -188,32 +193,33 @@ class Compose:
         return batch
 
     def inv(self, batch: Any) -> Any:
-        """Do as `inverse`, under torchrl's name: a chain is a transform, too."""
+        """Apply the inverse transforms: TorchRL's name of `inverse`."""
         return self.inverse(batch)
 
     def append(self, transform: Any, *, invert: bool = False) -> None:
-        """Add a transform behind the others.
+        """Add a transform at the end.
 
         Args:
-            transform: What is added.
-            invert: It acts forward on what is written, and backward on what is sampled.
+            transform: The transform.
+            invert: Whether to apply its `forward` to written data, and its `inv` to sampled batches.
 
         Raises:
-            ValueError: It is neither a transform nor callable, or a second `MultiStepTransform`.
+            ValueError: It is neither a transform nor callable, or it is a second `MultiStepTransform`.
         """
         self.insert(len(self), transform, invert=invert)
 
     def insert(self, index: int, transform: Any, *, invert: bool = False) -> None:
-        """Add a transform before the one that has this number now.
+        """Insert a transform before an index, as `list.insert`.
 
         Args:
-            index: Which; negative: counted from the end.
-            transform: What is added.
-            invert: It acts forward on what is written, and backward on what is sampled.
+            index: The index; negative values count from the end.
+            transform: The transform.
+            invert: Whether to apply its `forward` to written data, and its `inv` to sampled batches.
 
         Raises:
-            ValueError: There is no such number; it is neither a transform nor callable; it looks at other
-                steps, which what is written has none of; or it is a second `MultiStepTransform`.
+            ValueError: The index is out of range; the transform is neither a transform nor callable; it reads
+                other steps and `invert` is True (written data has no other steps yet); or it is a second
+                `MultiStepTransform`.
         """
         size = len(self.transforms)
         if abs(index) > size:
@@ -224,7 +230,7 @@ class Compose:
         self._hold((*self.transforms[:index], *parts, *self.transforms[index:]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the transforms keep, by their numbers; of those that say so by `state_dict`."""
+        """Return the states of the transforms that have a `state_dict`, by their position in the chain."""
         return {
             str(number): transform.state_dict()
             for number, transform in enumerate(self.transforms)
@@ -232,15 +238,15 @@ class Compose:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hand the transforms what `state_dict` returned.
+        """Restore the states that `state_dict` returned.
 
         Raises:
-            StateError: The state is of a chain of other transforms; nothing was changed.
+            StateError: The state is of a chain with other transforms; nothing was changed.
         """
         own = [str(number) for number, part in enumerate(self.transforms) if hasattr(part, "state_dict")]
         if own != list(state_dict):
             raise StateError(
-                f"that is the state of transforms {list(state_dict)}, here {own} keep something",
+                f"the state is of transforms {list(state_dict)}, but here transforms {own} have a state",
                 hint="load it into a buffer with the same transforms in the same order",
             )
         for number in own:
@@ -259,7 +265,7 @@ class Compose:
     def __getitem__(self, index: slice) -> Compose: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a transform as it was given, or some of them as a chain of their own."""
+        """Return one transform, or a slice of them as a new chain."""
         return Compose(*self.transforms[index]) if isinstance(index, slice) else self.transforms[index]
 
     def __repr__(self) -> str:
@@ -268,15 +274,15 @@ class Compose:
 
 
 class Inverted:
-    """Let a transform act forward on what is written, and backward on what is sampled.
+    """Apply a transform's `forward` to written data, and its `inv` to sampled batches.
 
     Threads, processes and crashes as `Compose`.
 
     Args:
-        transform: Which one.
+        transform: The transform.
 
     Raises:
-        ValueError: It looks at other steps.
+        ValueError: It reads other steps.
 
     Example:
         >>> rb.append_transform(lambda batch: batch.set("seen", torch.zeros(batch.shape)), invert=True)
@@ -285,35 +291,35 @@ class Inverted:
     def __init__(self, transform: Any) -> None:
         if isinstance(transform, StepTransform):
             raise ValueError(
-                f"{type(transform).__name__} looks at other steps of rows that are read; what is written has "
+                f"{type(transform).__name__} reads other steps of stored rows, and data to be written has "
                 "none yet: leave invert out"
             )
         self.transform = transform
 
     @property
     def in_keys(self) -> Any:
-        """The fields that it reads of a sample; None: nobody knows."""
+        """The keys that it reads from a sample; None if the transform does not list them."""
         return getattr(self.transform, "in_keys_inv", None)
 
     @property
     def out_keys(self) -> Any:
-        """The fields that it writes into a sample; None: nobody knows."""
+        """The keys that it writes into a sample; None if the transform does not list them."""
         return getattr(self.transform, "out_keys_inv", None)
 
     def forward(self, batch: Any) -> Any:
-        """Transform what was sampled."""
+        """Transform a sampled batch."""
         return _inverse(self.transform, batch)
 
     def inv(self, batch: Any) -> Any:
-        """Transform what is to be written."""
+        """Transform data before it is written."""
         return _forward(self.transform, batch)
 
     def state_dict(self) -> Any:
-        """Return what the transform keeps."""
+        """Return the transform's state; empty if it has none."""
         return self.transform.state_dict() if hasattr(self.transform, "state_dict") else {}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Hand the transform what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         if hasattr(self.transform, "load_state_dict"):
             self.transform.load_state_dict(state_dict)
 
@@ -322,7 +328,7 @@ class Inverted:
 
 
 def _parts(transform: Any) -> tuple[Any, ...]:
-    """Return a transform, or those of a chain, ready for use."""
+    """Return a transform, or the transforms of a chain, in evaluation mode."""
     if isinstance(transform, Compose):
         return tuple(transform)
     if not callable(transform) and not hasattr(transform, "forward"):
@@ -344,7 +350,7 @@ def _parts(transform: Any) -> tuple[Any, ...]:
 
 def _given(transform: Any, made: Any) -> Any:
     if made is None:
-        raise TypeError(f"{transform!r} returned None; a transform returns what it made of a batch")
+        raise TypeError(f"{transform!r} returned None; a transform must return the transformed batch")
     return made
 
 

@@ -1,6 +1,6 @@
-"""Rewards summed up over several steps, and the next observations after them.
+"""A transform that makes n-step transitions: summed rewards, and the observation after the last step.
 
-Buffers are given it as a transform. It acts on what is sampled: what is stored stays as it was collected.
+It changes sampled batches only: rows stay stored as they were collected.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["MultiStepTransform"]
 
 NestedKey = str | tuple[str, ...]
 
-#: What is left as it is, where rows have it.
+#: The fields below "next" that keep the row's own value by default, where rows have them.
 _DONE_KEYS = ("done", "truncated", "terminated")
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """How many steps rewards are summed up over, and the sums. Shapes `(n,)`, `(n, *row shape)`."""
+    """The number of steps in each sum, and the sums. Shapes `(n,)`, `(n, *row shape)`."""
 
     steps: IntArray
     sums: list[Array]
@@ -47,32 +47,33 @@ class MultiStepTransform(StepTransform):
     """Make n-step transitions of sampled rows (Sutton 1988).
 
     The reward becomes the sum of the next `n_steps` rewards, each discounted by `gamma` once more than the
-    one before; fields below "next" are those of the last of these steps. A sum goes on to a row that says
-    that it is done, or truncated, at the latest to the last step of the episode that is there:
-    `steps_to_next_obs` says how far. Steps follow their episode across batches, interleaved workers and the
-    end of a ring. What is stored stays as it is, and the number of steps can be changed at any time.
+    one before; fields below "next" are those of the last of these steps. A sum stops early at a row that is
+    done or truncated, and at the last step of the episode that can be read; `steps_to_next_obs` is the number
+    of steps in the sum. Steps follow their episode across batches, interleaved workers and the end of a ring.
+    Stored rows are not changed, and `n_steps` can be changed at any time.
 
-    Beside these a batch has, as TorchRL's: `steps_to_next_obs` (int64) and `gamma` to the power of it (the
-    discount of what follows), `nonterminal` (bool: it is more than one step), shape `[n]` each, and
-    ("next", "original_reward"), of several reward keys that of the last one.
+    As with TorchRL's class, the batch also gets `steps_to_next_obs` (int64), `gamma` to the power of it (the
+    discount of the next state's value), `nonterminal` (bool: whether the sum has more than one step), shape
+    `[n]` each, and ("next", "original_reward"): with several reward keys, the last key's.
 
-    As TorchRL's it leaves the `done_keys` as they are in the row itself. With `done_keys=[]` they, too, are
-    those of the last step: what is computed from ("next", "observation") then knows whether that is an end.
+    As with TorchRL's class, the `done_keys` keep the values of the row itself. With `done_keys=[]` they also
+    are those of the last step, so that they tell whether ("next", "observation") ends the episode.
 
     Threads, processes and crashes as `StepTransform`.
 
     Args:
-        n_steps: How many steps, 1 or more.
+        n_steps: Number of steps, 1 or more.
         gamma: The discount, from 0 to 1.
-        reward_keys: What is summed up, below "next"; `["reward"]` by default.
-        done_key: What ends a sum, below "next"; "done" by default, which means every field that ends episodes
-            of the store.
-        done_keys: What is left as it is, below "next"; done, terminated, truncated by default.
-        mask_key: A field in which rows are False that count as terminal in `nonterminal`; "mask" by default.
+        reward_keys: The fields below "next" to sum; `["reward"]` by default.
+        done_key: The field below "next" that ends a sum. The default, "done", means every field that ends
+            episodes of the store.
+        done_keys: The fields below "next" that keep the row's own values; done, terminated and truncated by
+            default.
+        mask_key: A bool field; rows where it is False count as terminal in `nonterminal`. "mask" by default.
 
     Raises:
-        TypeError: `gamma` is no number, or something is no key.
-        ValueError: `n_steps` is no positive integer, `gamma` is out of its bounds, or there are no rewards.
+        TypeError: `gamma` is not a number, or a key is not a key.
+        ValueError: `n_steps` is not a positive integer, `gamma` is out of range, or `reward_keys` is empty.
 
     Example:
         >>> rb.append_transform(MultiStepTransform(n_steps=3, gamma=0.99))
@@ -106,7 +107,7 @@ class MultiStepTransform(StepTransform):
 
     @property
     def n_steps(self) -> int:
-        """How many steps rewards are summed up over."""
+        """Number of steps over which rewards are summed."""
         return self._n_steps
 
     @n_steps.setter
@@ -117,14 +118,14 @@ class MultiStepTransform(StepTransform):
 
     @property
     def settings(self) -> object:
-        """The number of steps, and the discount."""
+        """The number of steps and the discount."""
         return self.n_steps, self.gamma
 
     def look(self, view: StepView) -> _Seen:
-        """Sum up rewards, and have the fields below "next" taken from the last step.
+        """Sum rewards, and make the view read the fields below "next" from the last step.
 
         Raises:
-            SchemaError: There is no such reward, or end, or other field that is to be left as it is.
+            SchemaError: A field of `reward_keys`, `done_key` or `done_keys` does not exist.
         """
         with compiling:
             from expstore.kernels import step_sums
@@ -137,7 +138,7 @@ class MultiStepTransform(StepTransform):
         return _Seen(steps, found)
 
     def _moved_in(self, storage: ReadView) -> frozenset[int]:
-        """Return the positions of the fields that are those of the last step."""
+        """Return the positions of the fields that are read from the last step."""
         schema = storage.require_schema()
         known, asked = self._moved, (*self.reward_keys, *self.done_keys)
         if known is None or known[0] is not schema or known[1] != asked:
@@ -152,10 +153,10 @@ class MultiStepTransform(StepTransform):
         return known[2]
 
     def apply(self, batch: Any, seen: _Seen) -> Any:
-        """Write the sums, and what they are.
+        """Write the sums, their numbers of steps, discounts and `nonterminal` into the batch.
 
         Raises:
-            NotFoundError: A mask is asked for that rows do not have.
+            NotFoundError: Rows do not have the field `mask_key`, and it is not the default.
         """
         steps = torch.from_numpy(seen.steps)
         batch.set("steps_to_next_obs", steps)
@@ -169,7 +170,7 @@ class MultiStepTransform(StepTransform):
         mask = batch.get(self.mask_key, None)
         if mask is None and self.mask_key != "mask":
             raise NotFoundError(
-                f"there is no mask {key_name(to_key(self.mask_key))!r} in what was read",
+                f"there is no mask {key_name(to_key(self.mask_key))!r} in the batch",
                 hint="store it, or leave mask_key out",
             )
         if mask is not None:

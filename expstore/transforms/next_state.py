@@ -1,7 +1,7 @@
-"""The next observation of a row, from the row after it.
+"""A transform that reads the next observation of a row from the next step's row.
 
-Buffers are given it as a transform, where ("next", ...) observations are not stored. It acts on what is
-sampled and never on what is written.
+Use it where ("next", ...) observations are not stored. It changes sampled batches only, never the rows that
+are written.
 """
 
 from __future__ import annotations
@@ -33,34 +33,35 @@ NestedKey = str | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The fields of the rows after, and which rows have one. Shapes `(n, *row shape)`, `(n,)`."""
+    """The fields of the next rows, and which rows have a next row. Shapes `(n, *row shape)`, `(n,)`."""
 
     values: list[torch.Tensor]
     valid: NDArray[np.bool_]
 
 
 class NextStateReconstructor(StepTransform):
-    """Write ("next", key) of rows as `key` stands in the next step of their episode.
+    """Set ("next", key) of each row to the value of `key` in the next step of its episode.
 
-    So next observations need not be stored, and half of a store of images is saved. The next step is found
-    wherever it lies, for rows sampled one by one, too, where TorchRL's looks at the next row of the batch.
-    Where there is none (the episode's last step, or the newest that has come), and where rows between were
-    given up, stands `fill_value`. After a `MultiStepTransform` it is the step after the last one that is
-    summed up.
+    Next observations then need not be stored, which halves the size of a store of images. The next step is
+    found wherever it is stored, also for rows sampled one by one; TorchRL's class reads the next row of the
+    batch. ("next", key) is `fill_value` where there is no next step: in an episode's last step, in the newest
+    step written so far, and before deleted rows. After a `MultiStepTransform` the next step is the one
+    after the last step of the sum.
 
     Threads, processes and crashes as `StepTransform`.
 
     Args:
-        keys: Which fields, at the root; a name alone is one.
-        traj_key: Means nothing here, where steps follow the store's episodes: refused if given.
-        done_key: See there.
-        step_count_key: See there.
-        fill_value: What stands where there is no next step.
-        strict: See there.
+        keys: The fields at the root; a single name is one key.
+        traj_key: Not supported, because steps follow the store's episodes: any other value than the default
+            is refused.
+        done_key: Not supported, like `traj_key`.
+        step_count_key: Not supported, like `traj_key`.
+        fill_value: The value where there is no next step.
+        strict: Not supported, like `traj_key`.
 
     Raises:
-        TypeError: Something is no key, or no number.
-        ValueError: An argument is given that means nothing here.
+        TypeError: A key is not a key, or `fill_value` is not a number.
+        ValueError: An argument that is not supported has another value than its default.
 
     Example:
         >>> rb.append_transform(NextStateReconstructor(["pixels"], fill_value=0))
@@ -79,8 +80,8 @@ class NextStateReconstructor(StepTransform):
     ) -> None:
         refuse_given(
             "NextStateReconstructor",
-            "the next step is found by the store's episodes: say what names and ends them when the store is "
-            "made (expstore.open(episodes=))",
+            "the next step is found by the store's episodes: name the fields that identify and end them when "
+            "you create the store (expstore.open(episodes=))",
             traj_key=(traj_key, ("collector", "traj_ids")),
             done_key=(done_key, ("next", "done")),
             step_count_key=(step_count_key, None),
@@ -95,9 +96,9 @@ class NextStateReconstructor(StepTransform):
         """Read the next steps.
 
         Raises:
-            SchemaError: There is no such field, or it is no tensor.
-            TypeError: It has whole numbers, and `fill_value` is NaN.
-            ValueError: It cannot hold `fill_value`.
+            SchemaError: There is no such field, or its rows are not tensors.
+            TypeError: The field has integers, and `fill_value` is NaN.
+            ValueError: The field cannot hold `fill_value`.
         """
         ids, valid = view.at(view.next_ids, [1])
         values = [view.tensor(ids[:, 0], to_key(key)) for key in self.keys]
@@ -111,7 +112,7 @@ class NextStateReconstructor(StepTransform):
         return _Seen(values, valid[:, 0])
 
     def apply(self, batch: Any, seen: _Seen) -> Any:
-        """Write them."""
+        """Write the next steps' values into the batch."""
         without = torch.from_numpy(np.flatnonzero(~seen.valid))
         for key, value in zip(self.out_keys, seen.values, strict=True):
             batch.set(key, value.index_fill_(0, without, self.fill_value))

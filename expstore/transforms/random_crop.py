@@ -1,7 +1,7 @@
-"""A random stretch of every trajectory of a batch.
+"""A transform that crops a random sub-sequence from every trajectory of a batch.
 
-Used in buffers whose rows are trajectories, on slices, or alone. It never looks at a store: what is drawn
-follows from the buffer's draw, or from a generator.
+Use it in buffers whose rows are trajectories, on slices, or alone. It does not read a store: its random
+numbers come from the buffer's draw, or from a torch generator.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ __all__ = ["RandomCropTensorDict"]
 
 
 class RandomCropTensorDict(nn.Module):
-    """Take a stretch of steps of every trajectory, which begins anywhere with the same chance.
+    """Crop a sub-sequence of consecutive steps from every trajectory; each start has the same probability.
 
-    In a buffer that has it as a transform, a sample's stretches follow from its draw: they are the same after
-    a restart. It acts where it stands among the transforms: slices, which come one behind another, first
-    need dims of their own (`lambda batch: batch.reshape(slices, -1)`).
+    As a transform of a buffer, its crops depend on the number of the draw only: they are the same after a
+    restart. Transforms run in their order. Slices are concatenated in a batch: reshape them before
+    (`lambda batch: batch.reshape(slices, -1)`).
 
-    Threads: any number may call, unless they share a generator. Processes, crashes: it keeps nothing.
+    Threads: any number may call, unless they share a generator. Processes, crashes: it keeps no state.
 
     Args:
-        sub_seq_len: How many steps a stretch has.
-        sample_dim: The batch dim that is time; those counted from the end bear batches of any dims.
-        mask_key: The field that is True in a trajectory's steps, which come first, and False behind them:
-            stretches have steps only. Where a batch has none, every step counts.
-        generator: What is drawn by, alone or where a buffer's rows are read by index; None: torch's own.
+        sub_seq_len: Number of steps of a crop.
+        sample_dim: The batch dim that is time; a negative one works for batches of any number of dims.
+        mask_key: The bool field that is True for a trajectory's steps and False for the padding after them:
+            crops contain steps only. If a batch does not have it, every position is a step.
+        generator: The generator that is used outside a buffer, and for rows read by index; None for torch's
+            global one.
 
     Raises:
         ValueError: `sub_seq_len` is not at least 1.
@@ -47,7 +48,7 @@ class RandomCropTensorDict(nn.Module):
                 [3, 4, 5, 6]])
     """
 
-    #: What a buffer asks for: it hands the numbers of the draw to `forward`.
+    #: Tells a buffer to pass the random generator of the draw to `forward`.
     draws = True
 
     def __init__(
@@ -60,7 +61,9 @@ class RandomCropTensorDict(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(sub_seq_len, bool) or not isinstance(sub_seq_len, int) or sub_seq_len < 1:
-            raise ValueError(f"sub_seq_len is how many steps a stretch has, at least 1, not {sub_seq_len!r}")
+            raise ValueError(
+                f"sub_seq_len must be the number of steps of a crop, at least 1, got {sub_seq_len!r}"
+            )
         if sample_dim > 0:
             warnings.warn(
                 "A positive shape has been passed to the RandomCropTensorDict constructor. This may have "
@@ -76,21 +79,21 @@ class RandomCropTensorDict(nn.Module):
     def forward(
         self, tensordict: TensorDictBase, numbers: np.random.Generator | None = None
     ) -> TensorDictBase:
-        """Return a batch of stretches; the one given stays as it is.
+        """Return a new batch of crops.
 
         Args:
-            tensordict: At least one batch dim.
-            numbers: What is drawn by; None: the generator.
+            tensordict: A batch with at least one batch dim. It is not changed.
+            numbers: The random generator of the draw; None to use `generator`.
 
         Raises:
-            RuntimeError: There is no such dim, or a trajectory is shorter than a stretch.
-            SchemaError: The mask is not of the batch's shape.
+            RuntimeError: `sample_dim` is out of range, or a trajectory is shorter than `sub_seq_len`.
+            SchemaError: The mask does not have the batch's shape.
         """
         shape, dim = tensordict.shape, self.sample_dim
         if not shape:
             raise RuntimeError("Cannot sub-sample from a tensordict with an empty shape.")
         if not -len(shape) <= dim < len(shape):
-            raise RuntimeError(f"sample_dim={dim} is no dim of a batch of size {[*shape]}; give one that is")
+            raise RuntimeError(f"sample_dim={dim} is out of range for a batch of size {[*shape]}")
         if shape[dim] < self.sub_seq_len:
             raise RuntimeError(
                 f"Cannot sample trajectories of length {self.sub_seq_len} along dimension {dim} given a "
@@ -102,7 +105,7 @@ class RandomCropTensorDict(nn.Module):
         return tensordict.gather(dim, starts + steps.reshape(-1, *(1 for _ in shape[dim % len(shape) + 1 :])))
 
     def _starts(self, batch: TensorDictBase, dim: int, numbers: np.random.Generator | None) -> torch.Tensor:
-        """Return the first step of each stretch. Shape: the batch size, 1 where time is; int64."""
+        """Return the first step of each crop. Shape: the batch size, with 1 in the time dim; int64."""
         shape = (*batch.shape[:dim], 1, *batch.shape[dim + 1 :])
         device = torch.device("cpu") if batch.device is None else batch.device
         if numbers is not None:
@@ -114,7 +117,7 @@ class RandomCropTensorDict(nn.Module):
         return (drawn * (lengths - self.sub_seq_len + 1)).to(torch.int64)
 
     def _lengths(self, batch: TensorDictBase, dim: int) -> torch.Tensor | int:
-        """Return how many steps each trajectory has: one number for all, or as the starts are shaped."""
+        """Return the length of each trajectory: one number for all, or a tensor shaped as the starts."""
         size = int(batch.shape[dim])
         if self.mask_key is None:
             return size
@@ -125,7 +128,7 @@ class RandomCropTensorDict(nn.Module):
             raise SchemaError(
                 "Expected a mask of the same shape as the tensordict. Got "
                 f"mask.shape={mask.shape} and tensordict.shape={batch.shape} instead.",
-                hint=f"{key_name(to_key(self.mask_key))!r} says of each step whether there is one",
+                hint=f"{key_name(to_key(self.mask_key))!r} must have one flag per step",
             )
         lengths: torch.Tensor = mask.sum(dim, keepdim=True)
         if lengths.numel() and int(lengths.min()) < self.sub_seq_len:

@@ -1,6 +1,6 @@
-"""The discounted sum of all rewards that are still to come.
+"""A transform that computes the reward to go: the discounted sum of all rewards from a row on.
 
-Buffers are given it as a transform. It acts on what is sampled: what is stored stays as it was collected.
+It changes sampled batches only: rows stay stored as they were collected.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ NestedKey = str | tuple[str, ...]
 
 
 class Reward2GoTransform(StepTransform):
-    """Write the reward to go: the discounted sum of a row's reward and of all that come after it.
+    """Compute the reward to go: the discounted sum of a row's reward and all rewards after it.
 
-    A sum goes on to a row that says that it is done, or truncated, at the latest to the last step of the
-    episode that is there: of an episode that is still open it grows as steps come. Steps follow their episode
-    across batches, interleaved workers and the end of a ring, so that rows may be sampled one by one, and
-    episodes come in pieces, where TorchRL's needs whole ones in each batch that is written. What is stored
-    stays as it is.
+    A sum ends at the first row that is done or truncated, or else at the last step of the episode that can be
+    read: in an open episode it grows as steps are written. Steps follow their episode across batches,
+    interleaved workers and the end of a ring. So rows may be sampled one by one, and episodes written in
+    pieces; TorchRL's class needs whole episodes in each batch that is written. Stored rows are not changed.
 
-    A batch costs reading the rewards from its rows to their episodes' ends.
+    Each batch reads the rewards from its rows to the ends of their episodes.
 
     Threads, processes and crashes as `StepTransform`.
 
     Args:
         gamma: The discount, from 0 to 1.
         in_keys: The rewards; `[("next", "reward")]` by default. A name, or a tuple of names, is one key.
-        out_keys: Where the sums go; `in_keys` by default. Shapes and dtypes are the rewards'; of integers
-            torch's default dtype.
-        done_key: What ends a sum, below "next"; "done" means every field that ends episodes of the store.
+        out_keys: The fields for the sums; `in_keys` by default. They have the rewards' shapes and dtypes; the
+            sums of integers have torch's default dtype.
+        done_key: The field below "next" that ends a sum; "done" means every field that ends episodes of the
+            store.
 
     Raises:
-        TypeError: `gamma` is no number, or something is no key.
-        ValueError: There are not as many `out_keys` as `in_keys`, or `gamma` is out of its bounds.
+        TypeError: `gamma` is not a number, or a key is not a key.
+        ValueError: The numbers of `in_keys` and `out_keys` differ, or `gamma` is out of range.
 
     Example:
         >>> rb.append_transform(Reward2GoTransform(gamma=0.99, out_keys=["reward_to_go"]))
@@ -57,17 +57,17 @@ class Reward2GoTransform(StepTransform):
         done_key: NestedKey | None = "done",
     ) -> None:
         if gamma is None:
-            raise ValueError("gamma=None is no discount; leave it out for none (1.0)")
+            raise ValueError("gamma=None is not a discount; leave gamma out for no discount (1.0)")
         self.gamma = given_discount("Reward2GoTransform", gamma)
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, [("next", "reward")])
         self.done_key: NestedKey = "done" if done_key is None else done_key
         given_key("done_key", self.done_key)
 
     def look(self, view: StepView) -> list[Array]:
-        """Sum up the rewards from each row on.
+        """Sum the rewards from each row on.
 
         Raises:
-            SchemaError: There is no such reward, or end.
+            SchemaError: A field of `in_keys`, or `done_key`, does not exist.
         """
         with compiling:
             from expstore.kernels import step_sums
@@ -87,7 +87,7 @@ class Reward2GoTransform(StepTransform):
         return found
 
     def apply(self, batch: Any, seen: list[Array]) -> Any:
-        """Write the sums."""
+        """Write the sums into the batch."""
         for key, out, sums in zip(self.in_keys, self.out_keys, seen, strict=True):
             dtype = batch.get(key).dtype
             batch.set(out, torch.from_numpy(sums).to(dtype if dtype.is_floating_point else None))
@@ -98,7 +98,7 @@ class Reward2GoTransform(StepTransform):
 
 
 def _starts(view: StepView) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the first row of the batch in each run; of every row the run, and how far in it is.
+    """Return the id of each run's first row in the batch, and each row's run and number of steps after it.
 
     Shapes `(runs,)`, `(n,)`, `(n,)`.
     """

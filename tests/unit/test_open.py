@@ -60,7 +60,7 @@ def test_w_moves_the_old_one_aside(store_path: Path) -> None:
 def test_w_leaves_a_store_that_is_open_alone(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
-        with pytest.raises(LockedError, match="it is open here"):
+        with pytest.raises(LockedError, match="this process .* has it open"):
             expstore.open(store_path, mode="w")
         rb.extend(numbered_rows(4, key="a"))
     assert os.listdir(store_path.parent) == ["run.exp"]
@@ -301,7 +301,8 @@ def test_a_second_open_here_says_since_when(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         for _ in range(2):
             with pytest.raises(
-                LockedError, match=rf"{store_path} for writing: it is open here.*since 20.*close\(\)"
+                LockedError,
+                match=rf"{store_path} for writing: this process .* has it open since 20.*close\(\)",
             ):
                 expstore.open(store_path)
         rb.extend(numbered_rows(2, key="a"))

@@ -448,7 +448,7 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
         ({"bytes": 0}, "bytes is a number from 1 on"),
         ({"age": -1}, "age is a number of seconds"),
         ({"age": float("nan")}, "age is a number of seconds"),
-        ({"where": " "}, "where is an SQL expression"),
+        ({"where": " "}, "where must be an SQL expression"),
         ({"size": 3}, "a dict with bytes, age or where"),
         ("10GB", "a dict with bytes, age or where"),
     ],

@@ -191,7 +191,7 @@ def test_what_does_not_go_together_is_told() -> None:
         def apply(self, batch: Any, seen: None) -> Any:
             return batch
 
-    with pytest.raises(ValueError, match="Looking looks at other steps"):
+    with pytest.raises(ValueError, match="Looking reads other steps"):
         made(transform=Looking())
 
 

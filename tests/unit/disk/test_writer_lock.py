@@ -37,7 +37,7 @@ def test_a_second_one_in_this_process_learns_since_when(tmp_path: Path) -> None:
     assert lock.held
     for _ in range(2):
         with pytest.raises(
-            LockedError, match=rf"open here \(this process, {os.getpid()}\) since 20\d\d-"
+            LockedError, match=rf"this process \({os.getpid()}\) has it open since 20\d\d-"
         ) as caught:
             take(tmp_path)
         assert str(tmp_path) in str(caught.value)

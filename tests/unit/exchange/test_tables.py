@@ -465,7 +465,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
         assert os.listdir(tmp_path) == ["run.exp"]
         (tmp_path / "out.tmp/rows").mkdir(parents=True)  # of one that was killed
         lock = WriterLock(Disk(), tmp_path / "out.tmp/LOCK")
-        with pytest.raises(LockedError, match="somebody else exports to"):
+        with pytest.raises(LockedError, match="another process or thread exports to"):
             out(rb, tmp_path / "out")
         lock.release()
         out(rb, tmp_path / "out")
@@ -481,7 +481,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
                 back(tmp_path / "out", target)
         (tmp_path / "back.exp.tmp/journal").mkdir(parents=True)
         lock = WriterLock(Disk(), tmp_path / "back.exp.tmp/LOCK")
-        with pytest.raises(LockedError, match="somebody else imports to"):
+        with pytest.raises(LockedError, match="another process or thread imports to"):
             back(tmp_path / "out", tmp_path / "back.exp")
         lock.release()
         back(tmp_path / "out", tmp_path / "back.exp")

@@ -159,7 +159,7 @@ def test_nothing_is_left_of_one_that_ended_early(tmp_path: Path) -> None:
         (scrap / "frame/c").mkdir(parents=True)
         (scrap / "number").write_text("half")
         lock = WriterLock(Disk(), scrap / "LOCK")
-        with pytest.raises(LockedError, match=r"somebody else exports to .*out\.zarr"):
+        with pytest.raises(LockedError, match=r"another process or thread exports to .*out\.zarr"):
             export_zarr(rb.storage, tmp_path / "out.zarr")
         assert (scrap / "number").read_text() == "half"
         lock.release()

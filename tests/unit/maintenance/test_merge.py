@@ -231,7 +231,7 @@ def test_what_is_missing_or_in_the_way(tmp_path: Path) -> None:
             expstore.merge([a, b], out=out)
     (tmp_path / "out.exp.tmp").mkdir()
     lock = WriterLock(Disk(), tmp_path / "out.exp.tmp/LOCK")
-    with pytest.raises(LockedError, match="somebody else makes .*out.exp just now"):
+    with pytest.raises(LockedError, match="another process or thread makes .*out.exp at the moment"):
         expstore.merge([a, b], out=out)
     lock.release()
     assert expstore.merge([a, b], out=out).rows == 11

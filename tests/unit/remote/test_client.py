@@ -343,7 +343,7 @@ def test_priorities_are_set_by_id(server: Serving, name: str) -> None:
             rb.update_priority(torch.arange(3), torch.ones(3))
         with pytest.raises(SchemaError, match="td_error"):
             rb.update_priority(rb.sample())
-        with pytest.raises(SchemaError, match="2 rows are given 3"):
+        with pytest.raises(SchemaError, match="got 3 priorities for 2 rows"):
             rb.update_priority(id=[1, 2], priority=[1.0, 2.0, 3.0])
 
 

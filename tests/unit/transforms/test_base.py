@@ -434,7 +434,7 @@ def test_a_follower_looks_around(tmp_path: Path) -> None:
 
 def test_without_a_buffer_it_is_refused() -> None:
     for chain in (Compose(Around()), Around()):
-        with pytest.raises(StateError, match="acts inside a buffer only") as caught:
+        with pytest.raises(StateError, match="works inside a buffer only") as caught:
             chain(TensorDict({"x": torch.zeros(2)}, [2]))
         assert "transform=" in str(caught.value)
 
@@ -447,7 +447,7 @@ def test_no_store_is_made_where_a_transform_is_none(tmp_path: Path) -> None:
 
 def test_it_is_not_inverted() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20))
-    with pytest.raises(ValueError, match="what is written has none yet"):
+    with pytest.raises(ValueError, match="data to be written has none yet"):
         rb.append_transform(Around(), invert=True)
     assert len(rb.transform) == 0
     rb.extend(trajectory_rows(1, 3))
@@ -490,7 +490,7 @@ def test_a_store_that_keeps_the_best_rows_is_refused() -> None:
         storage=MemoryStorage(5), writer=TensorDictMaxValueWriter(rank_key="x"), transform=Around()
     )
     rb.extend(trajectory_rows(1, 8))
-    with pytest.raises(StateError, match="give way to better ones"):
+    with pytest.raises(StateError, match="replaces rows by better ones"):
         rb[:]
 
 

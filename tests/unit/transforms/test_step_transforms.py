@@ -475,11 +475,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "dim": (lambda: CatFrames(2, 1), "dim must be < 0"),
     "padding": (lambda: CatFrames(2, -1, padding="zeros"), "padding must be one of"),  # type: ignore[arg-type]
     "none": (lambda: CatFrames(0, -1), "N must be a positive whole number"),
-    "keys": (lambda: CatFrames(2, -1, ["a", "b"], ["a"]), "must be as many, got 2 and 1"),
-    "gamma": (lambda: Reward2GoTransform(None), "is no discount"),
-    "traj": (lambda: NextStateReconstructor(traj_key="run"), r"traj_key='run' means nothing here.*episodes="),
-    "count": (lambda: NextStateReconstructor(step_count_key="n"), "step_count_key='n' means nothing"),
-    "strict": (lambda: NextStateReconstructor(strict=False), "strict=False means nothing here"),
+    "keys": (lambda: CatFrames(2, -1, ["a", "b"], ["a"]), "must have the same length, got 2 and 1"),
+    "gamma": (lambda: Reward2GoTransform(None), "is not a discount"),
+    "traj": (lambda: NextStateReconstructor(traj_key="run"), r"traj_key='run' is not supported.*episodes="),
+    "count": (lambda: NextStateReconstructor(step_count_key="n"), "step_count_key='n' is not supported"),
+    "strict": (lambda: NextStateReconstructor(strict=False), "strict=False is not supported"),
     "no discount": (
         lambda: MultiStepTransform(2, math.nan),
         "out-of-bounds gamma.*nan; give one from 0 to 1",
@@ -500,12 +500,12 @@ def test_what_means_nothing_is_refused(name: str) -> None:
 
 
 OTHER_KINDS: dict[str, tuple[Callable[[], Any], str]] = {
-    "dim": (lambda: CatFrames(2, None), "dim is a dim of a row, .*got None"),  # type: ignore[arg-type]
+    "dim": (lambda: CatFrames(2, None), "dim must be a dim of a row, .*got None"),  # type: ignore[arg-type]
     "in": (lambda: CatFrames(2, -1, 3), "in_keys are the keys of fields, got 3"),  # type: ignore[arg-type]
     "out": (lambda: CatFrames(2, -1, ["a"], [3]), "each of out_keys is the key"),  # type: ignore[list-item]
     "gamma": (lambda: MultiStepTransform(2, "x"), "gamma is a discount, .*'x'"),  # type: ignore[arg-type]
-    "fill": (lambda: NextStateReconstructor(fill_value="x"), "fill_value is the"),  # type: ignore[arg-type]
-    "padding": (lambda: CatFrames(2, -1, padding_value=None), "padding_value is"),  # type: ignore[arg-type]
+    "fill": (lambda: NextStateReconstructor(fill_value="x"), "fill_value must be a number"),  # type: ignore[arg-type]
+    "padding": (lambda: CatFrames(2, -1, padding_value=None), "padding_value must be a number"),  # type: ignore[arg-type]
     "end": (lambda: Reward2GoTransform(done_key=3), "done_key is the key of a"),  # type: ignore[arg-type]
     "mask": (lambda: MultiStepTransform(2, 1.0, mask_key=3), "mask_key is the"),  # type: ignore[arg-type]
 }
@@ -533,7 +533,9 @@ def test_a_number_that_a_field_cannot_hold_is_refused() -> None:
             CatFrames(2, -1, [key], padding="constant", padding_value=value),  # type: ignore[arg-type]
             NextStateReconstructor([key], fill_value=value),  # type: ignore[arg-type]
         ):
-            with pytest.raises(ValueError, match=f"_value=.* is no value of '{key}', of torch"):
+            with pytest.raises(
+                ValueError, match=f"_value=.* cannot be a value of '{key}', which has dtype torch"
+            ):
                 buffer(transform, rows)[:]
     for value, key in ((255, "pixels"), (7.0, "n"), (math.inf, "half"), (torch.tensor(2.0), "x")):
         made = CatFrames(2, -1, [key], padding="constant", padding_value=value)  # type: ignore[arg-type]
@@ -593,7 +595,7 @@ def test_fields_that_do_not_fit_are_named() -> None:
             buffer(transform, rows)[:]
     with pytest.raises(NotFoundError, match="no mask 'nope'.*leave mask_key out"):
         buffer(MultiStepTransform(2, 1.0, mask_key="nope"), rows)[:]
-    with pytest.raises(ValueError, match="dim=-1 is none of 'words'"):
+    with pytest.raises(ValueError, match="dim=-1 is out of range for 'words'"):
         buffer(CatFrames(2, -1, ["words"]), rows)[:]
 
 
