@@ -6,14 +6,16 @@ Used by the application.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
+from tensordict import TensorDictBase
 
-from expstore.api.bodies import ARROW, JSON, accepted, compression_of
+from expstore.api.bodies import ARROW, NDJSON, accepted, compression_of, rows_to_json
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.rows import answer_rows
@@ -66,7 +68,7 @@ def _drawing(store: Served, asked: Asked, limits: Settings, kind: str) -> Callab
 
     def draw(number: int) -> Any:
         which = None if asked.draw is None else asked.draw + number
-        with limit_reads(limits.max_answer, text=kind == JSON) as limit:
+        with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn, or counted
             return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
 
@@ -87,32 +89,83 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
 
     Each batch is bounded as an answer is, the stream is not.
     """
-    kind = accepted(request, (ARROW,))
+    kind = accepted(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
     drawing = _drawing(store, asked, limits, kind)
-    parts = _Parts(asked, drawing, store.encoder, compression_of(request))
+    batches = (
+        _ArrowBatches(store.encoder, compression_of(request))
+        if kind == ARROW
+        else _JsonBatches(store.encoder)
+    )
+    parts = _Parts(asked.batches, drawing, batches)
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams are drawn from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
     sent = _sent(request, store, parts, first, limits.wait_seconds)
-    return StreamingResponse(sent, media_type=ARROW)
+    return StreamingResponse(sent, media_type=kind)
+
+
+class _ArrowBatches:
+    """Write batches as one Arrow stream, and hand out its bytes part by part."""
+
+    def __init__(self, encoder: Encoder, compression: str | None) -> None:
+        self._encoder, self._packed = encoder, compression is not None
+        self._writer = StreamWriter(compression)
+        self.end, self.take = self._writer.end, self._writer.take
+
+    @property
+    def pending(self) -> int:
+        """How many bytes wait to be taken."""
+        return self._writer.pending
+
+    def write(self, data: TensorDictBase) -> None:
+        """Add a batch."""
+        if self._packed:
+            self._writer.write(self._encoder.encode(data))
+        else:
+            self._writer.write_message(*self._encoder.message(data))
+
+
+class _JsonBatches:
+    """Write batches as lines of JSON, and hand out their bytes part by part."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder, self._lines = encoder, bytearray()
+
+    @property
+    def pending(self) -> int:
+        """How many bytes wait to be taken."""
+        return len(self._lines)
+
+    def write(self, data: TensorDictBase) -> None:
+        """Add a batch."""
+        self._lines += json.dumps(rows_to_json(self._encoder.encode(data)), separators=(",", ":")).encode()
+        self._lines += b"\n"
+
+    def end(self) -> None:
+        """Lines need no end mark."""
+
+    def take(self) -> bytes:
+        """Return the bytes written since the last call."""
+        taken, self._lines = bytes(self._lines), bytearray()
+        return taken
 
 
 class _Parts:
     """Make the bytes of a stream, a part at a time.
 
     Threads: one at a time.
+
+    Args:
+        count: Number of batches; None: no end.
+        draw: Return a batch by its number in the stream.
+        batches: Turns batches into bytes.
     """
 
     def __init__(
-        self, asked: AskedStream, draw: Callable[[int], Any], encoder: Encoder, compression: str | None
+        self, count: int | None, draw: Callable[[int], Any], batches: _ArrowBatches | _JsonBatches
     ) -> None:
-        self._asked, self._draw = asked, draw
-        self._encoder, self._writer, self._packed = (
-            encoder,
-            StreamWriter(compression),
-            compression is not None,
-        )
+        self._count, self._draw, self._batches = count, draw, batches
         self._number = 0
         self.rows = 0
         self.ended = False
@@ -120,24 +173,20 @@ class _Parts:
     @property
     def endless(self) -> bool:
         """Whether the client asked for no number of batches."""
-        return self._asked.batches is None
+        return self._count is None
 
     def next(self) -> bytes | memoryview:
         """Return the next part; at least one batch, or the stream's end."""
-        count = self._asked.batches
-        while not self.ended and self._writer.pending < _PART_BYTES:
-            if self._number == count:
-                self._writer.end()
+        while not self.ended and self._batches.pending < _PART_BYTES:
+            if self._number == self._count:
+                self._batches.end()
                 self.ended = True
                 break
             data = self._draw(self._number)
-            if self._packed:
-                self._writer.write(self._encoder.encode(data))
-            else:
-                self._writer.write_message(*self._encoder.message(data))
+            self._batches.write(data)
             self.rows += data.numel()
             self._number += 1
-        return self._writer.take()
+        return self._batches.take()
 
 
 async def _sent(
