@@ -11,6 +11,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
+from expstore.api.auth import check_origin
 from expstore.api.bodies import ARROW, JSON, accepted, arrow_answer, json_answer, to_json
 from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
@@ -36,7 +37,7 @@ async def episodes(
     status: Annotated[Literal["open", "terminated", "truncated", "cut"] | None, Query()] = None,
 ) -> Response:
     """List episodes in the order of their ids, those whose rows have left, too."""
-    kind = accepted(request, (JSON, ARROW))
+    kind = accepted(request)
     where = ["episode_id > $after"]
     params: dict[str, Any] = {"after": after}
     for name, value in (("source", source), ("status", status)):
@@ -67,7 +68,23 @@ class Question(BaseModel):
 async def sql(request: Request, store: Store, limits: Limits, asked: Question) -> Response:
     """Ask in SQL; an answer that was cut to its limits says so in the header `X-Truncated`."""
     _check(limits)
-    kind = accepted(request, (JSON, ARROW))
+    kind = accepted(request)
+    return await store.run(lambda: _asked(store, limits, asked, kind))
+
+
+@router.get("/stores/{name}/sql", responses=ARROW_ANSWER | problems(406, 504))
+async def sql_by_url(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    q: Annotated[str, Query(min_length=1, max_length=16_384)],
+    limit: Annotated[int | None, Query(ge=1)] = None,
+) -> Response:
+    """Ask in SQL by a URL."""
+    # A page of another site could learn about rows from how long its questions take.
+    check_origin(request.headers, request.headers["host"])
+    _check(limits)
+    asked, kind = Question(query=q, params=None, limit=limit), accepted(request)
     return await store.run(lambda: _asked(store, limits, asked, kind))
 
 
