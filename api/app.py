@@ -44,6 +44,7 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             if not settings.read_only:
+                await anyio.to_thread.run_sync(stores.remove_leftovers)
                 tasks.start_soon(_end_silent, stores, min(60.0, settings.session_timeout / 4))
             yield
             tasks.cancel_scope.cancel()

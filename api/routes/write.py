@@ -86,6 +86,22 @@ async def create(stores: Known, name: str, asked: NewStore) -> Created:
     return Created(name=name)
 
 
+class Deleted(BaseModel):
+    """A store that was deleted."""
+
+    name: str
+
+
+@router.delete("/stores/{name}", responses=problems())
+async def delete(stores: Known, name: str, confirm: Annotated[str, Query(max_length=200)]) -> Deleted:
+    """Delete a store."""
+    if confirm != name:
+        raise Refusal(400, f"confirm is {confirm[:120]!r}, and the store is {name[:120]!r}", kind="confirm",
+                      hint="repeat the name of the store: ?confirm=NAME")  # fmt: skip
+    await stores.delete(name)
+    return Deleted(name=name)
+
+
 def _type_of(key: str, value: Any) -> Any:
     if isinstance(value, str):
         return {"string": str, "binary": bytes}.get(value, value)
