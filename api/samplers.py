@@ -34,7 +34,7 @@ class Uniform(BaseModel):
     """Every row has the same chance."""
 
     model_config = _FORBID
-    kind: Literal["uniform"] = "uniform"
+    kind: Literal["uniform"] = Field(default="uniform", description="Which sampler this is.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -45,10 +45,10 @@ class Prioritized(BaseModel):
     """Chances follow priorities (Schaul et al. 2016)."""
 
     model_config = _FORBID
-    kind: Literal["prioritized"]
-    alpha: float = Field(0.6, ge=0, le=10)
-    beta: float = Field(0.4, ge=0, le=10)
-    eps: float = Field(1e-8, ge=0, le=1)
+    kind: Literal["prioritized"] = Field(description="Which sampler this is.")
+    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
+    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -59,11 +59,13 @@ class Slices(BaseModel):
     """Stretches of steps of one episode each."""
 
     model_config = _FORBID
-    kind: Literal["slices"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
-    by: Literal["trajectory", "start"] = "trajectory"
+    kind: Literal["slices"] = Field(description="Which sampler this is.")
+    slice_len: Rows | None = Field(None, description="Steps of a slice; or give `num_slices`.")
+    num_slices: Rows | None = Field(None, description="Slices of a batch; or give `slice_len`.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
+    by: Literal["trajectory", "start"] = Field(
+        "trajectory", description="What has equal chances: every episode, or every start of a slice."
+    )
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -76,13 +78,13 @@ class PrioritizedSlices(BaseModel):
     """Such stretches, whose first steps' chances follow priorities."""
 
     model_config = _FORBID
-    kind: Literal["prioritized_slices"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
-    alpha: float = Field(0.6, ge=0, le=10)
-    beta: float = Field(0.4, ge=0, le=10)
-    eps: float = Field(1e-8, ge=0, le=1)
+    kind: Literal["prioritized_slices"] = Field(description="Which sampler this is.")
+    slice_len: Rows | None = Field(None, description="Steps of a slice; or give `num_slices`.")
+    num_slices: Rows | None = Field(None, description="Slices of a batch; or give `slice_len`.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
+    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
+    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -96,9 +98,9 @@ class Recent(BaseModel):
     """Newer rows have better chances."""
 
     model_config = _FORBID
-    kind: Literal["recency"]
-    half_life: float | None = Field(None, gt=0, le=1e15)
-    newest: int | None = Field(None, ge=1, le=1 << 62)
+    kind: Literal["recency"] = Field(description="Which sampler this is.")
+    half_life: float | None = Field(None, gt=0, le=1e15, description="Rows after which the chance is halved.")
+    newest: int | None = Field(None, ge=1, le=1 << 62, description="Draw only so many of the newest rows.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -109,9 +111,9 @@ class WithoutReplacement(BaseModel):
     """Every row once per pass."""
 
     model_config = _FORBID
-    kind: Literal["without_replacement"]
-    shuffle: bool = True
-    drop_last: bool = False
+    kind: Literal["without_replacement"] = Field(description="Which sampler this is.")
+    shuffle: bool = Field(True, description="Whether the order is random.")
+    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -122,12 +124,12 @@ class SlicesWithoutReplacement(BaseModel):
     """A stretch of every trajectory per pass."""
 
     model_config = _FORBID
-    kind: Literal["slices_without_replacement"]
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
-    shuffle: bool = True
-    drop_last: bool = False
+    kind: Literal["slices_without_replacement"] = Field(description="Which sampler this is.")
+    slice_len: Rows | None = Field(None, description="Steps of a slice; or give `num_slices`.")
+    num_slices: Rows | None = Field(None, description="Slices of a batch; or give `slice_len`.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
+    shuffle: bool = Field(True, description="Whether the order is random.")
+    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -141,9 +143,9 @@ class StreamingSlices(BaseModel):
     """New stretches first, each once."""
 
     model_config = _FORBID
-    kind: Literal["streaming_slices"]
-    slice_len: Rows
-    strict_length: bool = True
+    kind: Literal["streaming_slices"] = Field(description="Which sampler this is.")
+    slice_len: Rows = Field(description="Steps of a slice.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -156,8 +158,8 @@ class Consuming(BaseModel):
     """Every row so many times, over all clients; the store counts."""
 
     model_config = _FORBID
-    kind: Literal["consuming"]
-    max_sample_count: int = Field(1, ge=1, le=1 << 31)
+    kind: Literal["consuming"] = Field(description="Which sampler this is.")
+    max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""

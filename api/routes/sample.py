@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tensordict import TensorDictBase
 
 from expstore.api.bodies import ARROW, NDJSON, accepted, compression_of, rows_to_json
-from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
+from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.rows import answer_rows
 from expstore.api.samplers import AnySpec, Spec
@@ -36,22 +36,40 @@ SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 class Asked(BaseModel):
     """Which batch."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    batch_size: int = Field(256, ge=1, le=1_000_000)
-    sampler: Spec | SamplerName | None = Field(None, description="What makes up a batch; null: uniform.")
-    where: str | None = Field(
-        None, max_length=1000, description="Which rows: a condition, without functions."
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"batch_size": 2, "sampler": {"kind": "prioritized", "alpha": 0.6}, "seed": 7, "draw": 0}
+            ]
+        },
     )
-    seed: int | None = Field(None, ge=0, lt=1 << 63, description="Draws apart from the store's own.")
-    draw: int | None = Field(None, ge=0, lt=1 << 63, description="Which of these; null: the next.")
-    wait: float = Field(0.0, ge=0, description="Seconds to wait for rows.")
+
+    batch_size: int = Field(256, ge=1, le=1_000_000, description="Rows of a batch.")
+    sampler: Spec | SamplerName | None = Field(
+        None, description="A sampler, or the name of one that PUT has made; null: uniform."
+    )
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=1 << 63, description="Seed of draws of your own; null: the store's draws."
+    )
+    draw: int | None = Field(
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="Number of the draw of this seed: equal numbers give equal batches; null: the next one.",
+    )
+    wait: float = Field(0.0, ge=0, description="Seconds to wait until there are enough rows.")
 
 
 class AskedStream(Asked):
     """Which batches."""
 
-    batches: int | None = Field(None, ge=1, description="How many; null: without end.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"batch_size": 2, "batches": 10}]})
+
+    batches: int | None = Field(None, ge=1, description="Number of batches; null: no end.")
 
 
 def _check(asked: Asked, limits: Settings) -> float:
@@ -75,19 +93,30 @@ def _drawing(store: Served, asked: Asked, limits: Settings, kind: str) -> Callab
     return draw
 
 
-@router.post("/stores/{name}/sample", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+@router.post(
+    "/stores/{name}/sample", summary="Sample a batch", responses=ROWS_ANSWER | problems(406, 408, 413, 415)
+)
 async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
-    """Draw a batch."""
+    """Draw a batch of rows.
+
+    It has the fields, `id` and `index`; prioritized samplers add `priority_weight`. 409 with kind
+    `not_ready`: there are too few rows, even after `wait` seconds.
+    """
     kind, compression = accepted(request), compression_of(request)
     seconds, draw = _check(asked, limits), _drawing(store, asked, limits, kind)
     return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
 
 
-@router.post("/stores/{name}/sample/stream", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+@router.post(
+    "/stores/{name}/sample/stream",
+    summary="Sample a stream of batches",
+    response_class=StreamingResponse,
+    responses=BATCHES_ANSWER | problems(406, 408, 413, 415),
+)
 async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
-    """Draw one batch after another: an Arrow stream with a record batch for each.
+    """Draw batch after batch in one answer: as lines of JSON, or as record batches of one Arrow stream.
 
-    Each batch is bounded as an answer is, the stream is not.
+    The server's limit of bytes holds for each batch, not for the stream.
     """
     kind = accepted(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
@@ -217,31 +246,62 @@ async def _sent(
 class NamedSampler(BaseModel):
     """A sampler that is kept."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"sampler": {"kind": "without_replacement"}, "seed": 1}]},
+    )
 
-    sampler: AnySpec
-    where: str | None = Field(None, max_length=1000)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
-
-
-_Named = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
-
-
-@router.get("/stores/{name}/samplers", responses=problems())
-async def samplers(store: Store) -> dict[str, dict[str, str]]:
-    """List the samplers that have a name."""
-    return {"samplers": store.drawers.describe()}
+    sampler: AnySpec = Field(description="What it draws.")
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+    )
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="Seed of its draws; null: a random one.")
 
 
-@router.put("/stores/{name}/samplers/{sampler}", status_code=201, responses=problems(408, 413, 415))
-async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> dict[str, str]:
-    """Make a sampler that all who know its name share; the same one again changes nothing."""
+class Samplers(BaseModel):
+    """The named samplers of a store."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"samplers": {"pass": '{"kind":"without_replacement"}'}}]}
+    )
+
+    samplers: dict[str, str] = Field(description="Each sampler as JSON text, by name.")
+
+
+class SamplerOf(BaseModel):
+    """A named sampler."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "pass"}]})
+
+    name: str = Field(description="Its name.")
+
+
+_Named = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the sampler.", examples=["pass"]),
+]
+
+
+@router.get("/stores/{name}/samplers", summary="List named samplers", responses=problems())
+async def samplers(store: Store) -> Samplers:
+    """List the samplers that PUT has made since the server opened the store."""
+    return Samplers(samplers=store.drawers.describe())
+
+
+@router.put(
+    "/stores/{name}/samplers/{sampler}",
+    status_code=201,
+    summary="Make a named sampler",
+    responses=problems(408, 413, 415),
+)
+async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> SamplerOf:
+    """Make a sampler that all clients share by its name. Making the same one again changes nothing."""
     await store.run(lambda: store.drawers.name(sampler, asked.sampler, asked.where, asked.seed))
-    return {"name": sampler}
+    return SamplerOf(name=sampler)
 
 
-@router.delete("/stores/{name}/samplers/{sampler}", responses=problems())
-async def forget_sampler(store: Store, sampler: _Named) -> dict[str, str]:
-    """Let go of a sampler."""
+@router.delete("/stores/{name}/samplers/{sampler}", summary="Delete a named sampler", responses=problems())
+async def forget_sampler(store: Store, sampler: _Named) -> SamplerOf:
+    """Delete a named sampler. Rows stay as they are."""
     await store.run(lambda: store.drawers.forget(sampler))
-    return {"name": sampler}
+    return SamplerOf(name=sampler)
