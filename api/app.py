@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -17,13 +18,23 @@ from expstore.api import docs_page, errors
 from expstore.api.auth import Guard
 from expstore.api.body_limits import Incoming
 from expstore.api.metrics import Metrics
-from expstore.api.openapi import RouteTable
+from expstore.api.openapi import TAGS, RouteTable, add_security
 from expstore.api.request_log import Watch
 from expstore.api.routes import health, query, read, sample, snapshots, write
 from expstore.api.settings import Settings
 from expstore.api.stores import Stores
 
 __all__ = ["create_app"]
+
+
+class _Api(FastAPI):
+    """Say in the OpenAPI document which token each route needs."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the document; it is made once."""
+        if self.openapi_schema is None:
+            add_security(super().openapi())
+        return super().openapi()
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -44,15 +55,20 @@ def create_app(settings: Settings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             if not settings.read_only:
+                await anyio.to_thread.run_sync(stores.remove_leftovers)
                 tasks.start_soon(_end_silent, stores, min(60.0, settings.session_timeout / 4))
             yield
             tasks.cancel_scope.cancel()
         await anyio.to_thread.run_sync(stores.close)
 
-    app = FastAPI(
+    app = _Api(
         title="expstore",
         version=expstore.__version__,
-        description="Experience for reinforcement learning: write rows, sample batches, ask in SQL.",
+        summary="Experience stores for reinforcement learning.",
+        description="Write rows, sample batches, query SQL. Bodies and answers are JSON or Arrow streams: "
+        "`Content-Type` says what a body is, `Accept` what an answer is to be, JSON without it. Errors are "
+        '`{"error": {"kind", "message", "hint"}}`. Every answer has the header `X-Request-ID`.',
+        openapi_tags=TAGS,
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,

@@ -22,7 +22,7 @@ from expstore.api.openapi import SAFE, Need, Routed
 from expstore.api.rate_limits import Rates
 from expstore.api.settings import Settings
 
-__all__ = ["Guard", "is_loopback"]
+__all__ = ["Guard", "check_origin", "is_loopback"]
 
 #: A name or an address, IPv6 in brackets, and maybe a port (RFC 9110, section 7.2).
 _HOST = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
@@ -72,7 +72,7 @@ class Guard:
         host = headers.get("host", "")
         self._check_host(host, server)
         if scope["method"] not in SAFE:
-            _check_origin(headers, host)
+            check_origin(headers, host)
         may = self._allowed(headers.getlist("authorization"), server)
         scope["expstore.may"] = may
         if self._rates is not None:
@@ -114,7 +114,7 @@ def _name_of(host: str) -> str:
     return found["name"].lower() if found else ""
 
 
-def _check_origin(headers: Any, host: str) -> None:
+def check_origin(headers: Any, host: str) -> None:
     """Refuse what a page of another site has its visitor's browser send; other programs send no such headers.
 
     The rule is Datasette's (https://docs.datasette.io, "CSRF protection").

@@ -18,6 +18,7 @@ from expstore.wire.codec import plain_columns
 __all__ = [
     "ARROW",
     "JSON",
+    "NDJSON",
     "ROWS",
     "accepted",
     "arrow_answer",
@@ -26,11 +27,14 @@ __all__ = [
     "json_answer",
     "load_json",
     "read_body",
+    "rows_to_json",
     "to_json",
 ]
 
 ARROW = "application/vnd.apache.arrow.stream"
 JSON = "application/json"
+#: One JSON document per line, for streams.
+NDJSON = "application/x-ndjson"
 #: The header that says how many rows an answer brings.
 ROWS = "X-Rows"
 _COMPRESSIONS = ("lz4", "zstd")
@@ -52,9 +56,9 @@ def content_type(request: Request) -> str:
 
 
 def _wanted(request: Request) -> list[tuple[float, str, dict[str, str]]]:
-    """Return what the client accepts, the most wanted first: quality, type, parameters."""
+    """Return what the client accepts, in its order: quality, type, parameters; no header: everything."""
     found = []
-    for part in request.headers.get("accept", "*/*").split(","):
+    for part in (",".join(request.headers.getlist("accept")).strip() or "*/*").split(","):
         kind, *rest = (piece.strip() for piece in part.split(";"))
         params = dict(piece.lower().split("=", 1) for piece in rest if "=" in piece)
         try:
@@ -62,21 +66,33 @@ def _wanted(request: Request) -> list[tuple[float, str, dict[str, str]]]:
         except ValueError:
             quality = 0.0
         found.append((quality, kind.lower(), params))
-    return sorted(found, key=lambda item: -item[0])
+    return found
 
 
-def accepted(request: Request, offered: tuple[str, ...] = (ARROW, JSON)) -> str:
-    """Return which of the offered types the client wants most; the first if it does not say.
+def accepted(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> str:
+    """Return which of the offered types the client prefers.
+
+    A type that the client names is preferred to one that only matches `*/*`. The first offered type is the
+    answer of a request without an Accept header.
 
     Raises:
         Refusal: 406: none of them.
     """
-    for quality, kind, _ in _wanted(request):
-        if quality > 0:
-            for offer in offered:
-                if kind in (offer, "*/*", offer.split("/")[0] + "/*"):
-                    return offer
-    raise Refusal(406, f"the answer cannot be {request.headers.get('accept')!r}", kind="accept",
+    wanted = _wanted(request)
+
+    def rank(offer: str) -> tuple[float, int, int]:
+        """Return the quality of the most specific range that covers a type, how specific it is, its place."""
+        ranges = (offer, offer.split("/")[0] + "/*", "*/*")
+        for specific, name in zip((2, 1, 0), ranges, strict=True):
+            for place, (quality, kind, _) in enumerate(wanted):
+                if kind == name:
+                    return quality, specific, -place
+        return 0.0, 0, 0
+
+    best = max(offered, key=rank)
+    if rank(best)[0] > 0:
+        return best
+    raise Refusal(406, f"the answer is none of {request.headers.get('accept')!r}", kind="accept",
                   hint=f"accept {' or '.join(offered)}")  # fmt: skip
 
 
@@ -121,6 +137,11 @@ def load_json(body: bytes | bytearray) -> Any:
 def to_json(batch: Any) -> list[list[Any]]:
     """Return the columns of a record batch as JSON has them; what is no number there is null."""
     return [_finite(values) for values in plain_columns(batch)]
+
+
+def rows_to_json(batch: Any) -> dict[str, dict[str, list[Any]]]:
+    """Return rows as JSON has them: a list per column, a value per row."""
+    return {"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))}
 
 
 def _finite(value: Any) -> Any:

@@ -8,14 +8,27 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import anyio.to_thread
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Path, Request
 
-from expstore.api.bodies import ARROW
+from expstore.api import examples
+from expstore.api.bodies import ARROW, NDJSON
 from expstore.api.settings import Settings
 from expstore.api.stores import Served, Stores
 from expstore.buffers.episodes import remote_session
 
-__all__ = ["ARROW_ANSWER", "ARROW_BODY", "Known", "Limits", "Session", "Store", "problems"]
+__all__ = [
+    "BATCHES_ANSWER",
+    "ROWS_ANSWER",
+    "SQL_ANSWER",
+    "TABLE_ANSWER",
+    "Known",
+    "Limits",
+    "Session",
+    "Store",
+    "StoreName",
+    "problems",
+    "rows_body",
+]
 
 
 def _stores(request: Request) -> Stores:
@@ -28,18 +41,31 @@ def _settings(request: Request) -> Settings:
     return settings
 
 
-def _session(request: Request) -> str | None:
+SessionId = Annotated[
+    str | None,
+    Header(
+        description="Id of the client's session: one writer's life. Rows of two sessions never share an "
+        "episode. Writes without it share one session per run of the server. 1 to 128 printable ASCII "
+        "characters.",
+        examples=["actor-7"],
+    ),
+]
+StoreName = Annotated[
+    str, Path(description="Name of the store: its folder's name, without `.exp`.", examples=["demo"])
+]
+
+
+def _session(x_session: SessionId = None) -> str | None:
     """Return the id of the session that a request belongs to; None: it names none.
 
     Raises:
         SchemaError: It is no id.
     """
-    name = request.headers.get("x-session")
-    return None if name is None else remote_session(name).id
+    return None if x_session is None else remote_session(x_session).id
 
 
-async def _store(request: Request, name: str) -> Served:
-    stores, session = _stores(request), _session(request)
+async def _store(request: Request, name: StoreName, x_session: SessionId = None) -> Served:
+    stores, session = _stores(request), _session(x_session)
     known = stores.known(name)
     served = await anyio.to_thread.run_sync(stores.served, name) if known is None else known
     if session is not None:
@@ -52,31 +78,112 @@ Limits = Annotated[Settings, Depends(_settings)]
 Store = Annotated[Served, Depends(_store)]
 Session = Annotated[str | None, Depends(_session)]
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
-#: Of routes whose body is rows.
-ARROW_BODY: dict[str, Any] = {
-    "requestBody": {
-        "required": True,
-        "content": {ARROW: _BINARY, "application/json": {"schema": {"type": "object"}}},
-    }
+_STREAM = "An Arrow IPC stream, one column per field. Nested keys are joined by dots: `next.reward`."
+_COLUMNS = {
+    "type": "object",
+    "description": "A list per field, a value per row. Nested keys are joined by dots: `next.reward`.",
+    "additionalProperties": {"type": "array", "items": {}},
 }
-#: Of routes that answer with rows.
-ARROW_ANSWER: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "Rows.",
-        "content": {ARROW: _BINARY, "application/json": {"schema": {"type": "object"}}},
+
+
+def rows_body(count: int) -> dict[str, Any]:
+    """Return what the OpenAPI document says of a body of rows, with an example of so many rows."""
+    json_rows = {name: values[:count] for name, values in examples.ROWS.items()}
+    return {
+        "requestBody": {
+            "required": True,
+            "description": f"Rows, as `{ARROW}` or `application/json`. Fields without a fixed size, bfloat16 "
+            "and complex numbers need Arrow.",
+            "content": {
+                ARROW: {
+                    "schema": {"type": "string", "format": "binary", "description": _STREAM},
+                    "examples": examples.arrow_examples(count),
+                },
+                "application/json": {"schema": _COLUMNS, "example": json_rows},
+            },
+        }
     }
+
+
+_ROWS = {
+    "type": "object",
+    "properties": {
+        "rows": _COLUMNS
+        | {
+            "description": "A list per field, a value per row; null for NaN and infinity. `id` names a "
+            "row for good, `index` is its place in the store."
+        }
+    },
+    "required": ["rows"],
 }
+_TABLE = {
+    "type": "object",
+    "properties": {
+        "columns": {"type": "array", "items": {"type": "string"}, "description": "Names of the columns."},
+        "rows": {
+            "type": "array",
+            "items": {"type": "array", "items": {}},
+            "description": "Rows of the result: a value per column; null for NaN and infinity.",
+        },
+    },
+    "required": ["columns", "rows"],
+}
+
+
+def _two_forms(
+    description: str, json_type: str, schema: Any, example: Any, headers: dict[str, str]
+) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {
+            "description": f"{description} `{json_type}` unless the Accept header asks for `{ARROW}`; "
+            "`;compression=lz4` or `zstd` behind that compresses rows.",
+            "headers": {
+                name: {"description": text, "schema": {"type": "string"}} for name, text in headers.items()
+            },
+            "content": {
+                json_type: {"schema": schema, "example": example},
+                ARROW: {
+                    "schema": {"type": "string", "format": "binary", "description": _STREAM},
+                    "examples": examples.arrow_examples(2),
+                },
+            },
+        }
+    }
+
+
+#: Of routes that answer with rows of the store.
+ROWS_ANSWER = _two_forms(
+    "Rows.", "application/json", _ROWS, examples.BATCH, {"X-Rows": "Number of rows in the answer."}
+)
+#: Of the route that answers with batch after batch.
+BATCHES_ANSWER = _two_forms(
+    "Batches: a line of JSON or an Arrow record batch each.", NDJSON, _ROWS, examples.BATCH, {}
+)
+#: Of routes that answer with a table.
+TABLE_ANSWER = _two_forms("A table.", "application/json", _TABLE, examples.EPISODES, {})
+#: Of routes that answer SQL.
+SQL_ANSWER = _two_forms(
+    "The result.", "application/json", _TABLE, examples.EPISODES,
+    {"X-Truncated": "`true` if the result was cut to its limits, otherwise `false`."},
+)  # fmt: skip
 _ERROR = {
     "type": "object",
     "properties": {
         "error": {
             "type": "object",
-            "properties": {name: {"type": "string"} for name in ("kind", "message", "hint")},
+            "description": "What went wrong.",
+            "properties": {
+                "kind": {"type": "string", "description": "Stable word for programs."},
+                "message": {"type": "string", "description": "What was asked and what was found."},
+                "hint": {"type": "string", "description": "What to do about it; may be empty."},
+            },
             "required": ["kind", "message", "hint"],
         }
     },
     "required": ["error"],
+}
+_ERROR_EXAMPLE = {
+    "error": {"kind": "not_found", "message": "there is no store 'demo'", "hint": "GET /v1/stores lists them"}
 }
 _MEANINGS = {
     400: "The request cannot be read.",
@@ -106,6 +213,6 @@ def problems(*more: int, only: bool = False) -> dict[int | str, dict[str, Any]]:
         more: Statuses beside those of every route that has to do with a store.
         only: Leave those out.
     """
-    content = {"application/json": {"schema": _ERROR}}
+    content = {"application/json": {"schema": _ERROR, "example": _ERROR_EXAMPLE}}
     statuses = {*more} if only else {*_COMMON, *more}
     return {status: {"description": _MEANINGS[status], "content": content} for status in sorted(statuses)}

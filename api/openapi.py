@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ASKING", "SAFE", "Need", "RouteTable", "Routed"]
+__all__ = ["ASKING", "SAFE", "TAGS", "Need", "RouteTable", "Routed", "add_security"]
 
 #: Methods that change nothing.
 SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -21,6 +21,34 @@ ASKING = frozenset({"reading", "sampling", "asking"})
 _OPEN = "open"
 #: Stands for paths that no route has: those of strangers must not fill the memory.
 _UNKNOWN = "(none)"
+
+
+#: Descriptions of the tags.
+TAGS = [
+    {"name": "reading", "description": "Read stores, rows, episodes and figures. Needs the read token."},
+    {
+        "name": "sampling",
+        "description": "Draw batches. POST needs the read token, PUT and DELETE the write token.",
+    },
+    {"name": "asking", "description": "Query episodes and SQL. Needs the read token."},
+    {
+        "name": "versions",
+        "description": "List versions with the read token; make and restore them with the write token.",
+    },
+    {"name": "writing", "description": "Change stores. Needs the write token."},
+    {"name": "open", "description": "Needs no token."},
+]
+_SCHEMES = {
+    "read": {
+        "type": "http", "scheme": "bearer",
+        "description": "Token of `--read-token-file`: reads and samples. A server that was started without "
+        "tokens answers its own machine only, and needs none.",
+    },
+    "write": {
+        "type": "http", "scheme": "bearer",
+        "description": "Token of `--token-file`: may do everything that the read token may, and write.",
+    },
+}  # fmt: skip
 
 
 class Need:
@@ -91,3 +119,13 @@ def _routed(path: str, method: str, act: dict[str, Any]) -> Routed:
     need = Need.NOTHING if _OPEN in tags else Need.READ if reads else Need.WRITE
     content = act.get("requestBody", {}).get("content", {})
     return Routed(path, need, parsed=set(content) == {"application/json"})
+
+
+def add_security(document: dict[str, Any]) -> None:
+    """Add to an OpenAPI document which token each route needs."""
+    document.setdefault("components", {})["securitySchemes"] = _SCHEMES
+    for path, acts in document["paths"].items():
+        for method, act in acts.items():
+            need = _routed(path, method.upper(), act).need
+            names = {Need.NOTHING: [], Need.READ: ["read", "write"], Need.WRITE: ["write"]}[need]
+            act["security"] = [{name: []} for name in names]

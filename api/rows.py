@@ -13,7 +13,7 @@ import torch
 from fastapi.responses import Response
 from tensordict import TensorDictBase
 
-from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, to_json
+from expstore.api.bodies import ARROW, ROWS, arrow_answer, json_answer, load_json, rows_to_json
 from expstore.api.errors import Refusal
 from expstore.api.stores import Served
 from expstore.core.values import key_name
@@ -142,8 +142,7 @@ def answer_rows(
     """Return rows as an answer of the type that the client wants."""
     encoder = encoder or Encoder()
     if kind != ARROW:
-        batch = encoder.encode(data)
-        response = json_answer({"rows": dict(zip(batch.schema.names, to_json(batch), strict=True))})
+        response = json_answer(rows_to_json(encoder.encode(data)))
     elif compression is not None:
         response = arrow_answer(write_stream(encoder.encode(data), compression=compression))
     else:

@@ -33,7 +33,7 @@ Rows = Annotated[int, Field(ge=1, le=1_000_000)]
 class _Described(RequestModel):
     """A sampler as a request describes it."""
 
-    kind: str
+    kind: str = Field(description="Which sampler this is.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -43,9 +43,9 @@ class _Described(RequestModel):
 class _Sliced(_Described):
     """Slices of a length, or so many of them in a batch."""
 
-    slice_len: Rows | None = None
-    num_slices: Rows | None = None
-    strict_length: bool = True
+    slice_len: Rows | None = Field(None, description="Steps of a slice; or give `num_slices`.")
+    num_slices: Rows | None = Field(None, description="Slices of a batch; or give `slice_len`.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -57,64 +57,66 @@ class _Sliced(_Described):
 class Uniform(_Described):
     """Every row has the same chance."""
 
-    kind: Literal["uniform"] = "uniform"
+    kind: Literal["uniform"] = Field(default="uniform", description="Which sampler this is.")
 
 
 class Prioritized(_Described):
     """Chances follow priorities (Schaul et al. 2016)."""
 
-    kind: Literal["prioritized"]
-    alpha: float = Field(0.6, ge=0, le=10)
-    beta: float = Field(0.4, ge=0, le=10)
-    eps: float = Field(1e-8, ge=0, le=1)
+    kind: Literal["prioritized"] = Field(description="Which sampler this is.")
+    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
+    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
 
 class Slices(_Sliced):
     """Stretches of steps of one episode each."""
 
-    kind: Literal["slices"]
-    by: Literal["trajectory", "start"] = "trajectory"
+    kind: Literal["slices"] = Field(description="Which sampler this is.")
+    by: Literal["trajectory", "start"] = Field(
+        "trajectory", description="What has equal chances: every episode, or every start of a slice."
+    )
 
 
 class PrioritizedSlices(_Sliced):
     """Such stretches, whose first steps' chances follow priorities."""
 
-    kind: Literal["prioritized_slices"]
-    alpha: float = Field(0.6, ge=0, le=10)
-    beta: float = Field(0.4, ge=0, le=10)
-    eps: float = Field(1e-8, ge=0, le=1)
+    kind: Literal["prioritized_slices"] = Field(description="Which sampler this is.")
+    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
+    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
 
 class Recent(_Described):
     """Newer rows have better chances."""
 
-    kind: Literal["recency"]
-    half_life: float | None = Field(None, gt=0, le=1e15)
-    newest: int | None = Field(None, ge=1, le=1 << 62)
+    kind: Literal["recency"] = Field(description="Which sampler this is.")
+    half_life: float | None = Field(None, gt=0, le=1e15, description="Rows after which the chance is halved.")
+    newest: int | None = Field(None, ge=1, le=1 << 62, description="Draw only so many of the newest rows.")
 
 
 class WithoutReplacement(_Described):
     """Every row once per pass."""
 
-    kind: Literal["without_replacement"]
-    shuffle: bool = True
-    drop_last: bool = False
+    kind: Literal["without_replacement"] = Field(description="Which sampler this is.")
+    shuffle: bool = Field(True, description="Whether the order is random.")
+    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
 
 class SlicesWithoutReplacement(_Sliced):
     """A stretch of every trajectory per pass."""
 
-    kind: Literal["slices_without_replacement"]
-    shuffle: bool = True
-    drop_last: bool = False
+    kind: Literal["slices_without_replacement"] = Field(description="Which sampler this is.")
+    shuffle: bool = Field(True, description="Whether the order is random.")
+    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
 
 class StreamingSlices(_Described):
     """New stretches first, each once."""
 
-    kind: Literal["streaming_slices"]
-    slice_len: Rows
-    strict_length: bool = True
+    kind: Literal["streaming_slices"] = Field(description="Which sampler this is.")
+    slice_len: Rows = Field(description="Steps of a slice.")
+    strict_length: bool = Field(True, description="Whether shorter episodes are left out.")
 
     def make(self, where: str | None) -> Sampler:
         """Return the sampler."""
@@ -126,8 +128,8 @@ class StreamingSlices(_Described):
 class Consuming(_Described):
     """Every row so many times, over all clients; the store counts."""
 
-    kind: Literal["consuming"]
-    max_sample_count: int = Field(1, ge=1, le=1 << 31)
+    kind: Literal["consuming"] = Field(description="Which sampler this is.")
+    max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")
 
 
 #: A sampler that keeps nothing from draw to draw.

@@ -6,10 +6,11 @@ alone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,13 +19,14 @@ import anyio.to_thread
 from anyio import CapacityLimiter
 
 import expstore
+from expstore.api.deletion import remove_folder, remove_leftovers, rename_for_deletion
 from expstore.api.errors import Refusal
 from expstore.api.samplers import Drawers
 from expstore.api.sessions import Heard
 from expstore.api.settings import Settings
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.rate_limiters import RateLimiter
-from expstore.disk.files import ReadingDisk
+from expstore.disk.files import Disk, ReadingDisk
 from expstore.errors import ExpStoreError, NotFoundError, NotReadyError, StateError
 from expstore.sql.sandbox.pool import SqlLimits, SqlWorker
 from expstore.storages.format.manifest import MANIFEST
@@ -74,6 +76,8 @@ class Served:
         self.ending = False
         self._settings = settings
         self._turns = CapacityLimiter(settings.concurrency)
+        self._requests = 0
+        self._retired = False
         self._codec: Codec | None = None
 
     async def run(self, act: Callable[[], _Answer]) -> _Answer:
@@ -82,11 +86,22 @@ class Served:
         Raises:
             Refusal: 503.
         """
+        if self._retired:
+            raise Refusal(503, f"store {self.name!r} is being deleted", hint="ask again later")
         if self._turns.statistics().tasks_waiting >= self._settings.concurrency:
             raise Refusal(
                 503, f"too many requests are waiting for store {self.name!r}", hint="ask again later"
             )
-        return await anyio.to_thread.run_sync(act, limiter=self._turns)
+        with self._counted():
+            return await anyio.to_thread.run_sync(act, limiter=self._turns)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
 
     async def run_patiently(self, act: Callable[[], _Answer], seconds: float) -> _Answer:
         """Run what may find too few rows, again and again until there are enough or the time is over.
@@ -98,15 +113,39 @@ class Served:
             Refusal: 503.
         """
         until, pause = anyio.current_time() + seconds, _FIRST_PAUSE
-        while True:
-            try:
-                return await self.run(act)
-            except NotReadyError:
-                left = until - anyio.current_time()
-                if left <= 0 or self.ending:
-                    raise
-                await anyio.sleep(min(pause, left))
-                pause = min(2 * pause, _LONGEST_PAUSE)
+        with self._counted():
+            while True:
+                try:
+                    return await self.run(act)
+                except NotReadyError:
+                    left = until - anyio.current_time()
+                    if left <= 0 or self.ending:
+                        raise
+                    await anyio.sleep(min(pause, left))
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def retire(self) -> None:
+        """Take no more requests, as the store is to be deleted.
+
+        Call it in the event loop, in which requests begin: none can begin between the check and the end.
+
+        Raises:
+            StateError: Requests or streams use the store (kind `in_use`).
+        """
+        if self._retired:
+            raise _in_use(self.name, "another request deletes it")
+        if self.streams.borrowed_tokens:
+            raise _in_use(self.name, f"{self.streams.borrowed_tokens} streams read from it")
+        if self._requests:
+            raise _in_use(self.name, f"{self._requests} requests use it")
+        self._retired = True
+
+    def check_sessions(self) -> None:
+        """Raise StateError (kind `in_use`) and take requests again if a client's session is open."""
+        sessions = self.rb.episodes.remote_sessions()
+        if sessions:
+            self._retired = False
+            raise _in_use(self.name, f"{len(sessions)} sessions write to it")
 
     @property
     def sql(self) -> SqlWorker:
@@ -192,7 +231,9 @@ class Stores:
         if self.single:
             return [_name_of(self._settings.path)]
         found = [self.root / name for name in self._disk.names(self.root)]
-        return sorted(_name_of(path) for path in found if self._is_store(path))
+        return sorted(
+            _name_of(path) for path in found if _NAME.fullmatch(_name_of(path)) and self._is_store(path)
+        )
 
     def known(self, name: str) -> Served | None:
         """Return a store that is open; None: it has to be opened first, or there is none."""
@@ -234,6 +275,54 @@ class Stores:
                 )
             self._open[name] = self._opened(name, path, mode="x", **options)
             return self._open[name]
+
+    async def delete(self, name: str) -> None:
+        """Close a store and remove its folder.
+
+        A crash before the answer leaves the store, or removes it with the next start; never a part of it.
+
+        Raises:
+            NotFoundError: There is no store of this name.
+            StateError: The server has one store, or requests, streams or sessions use it (kind `in_use`).
+            LockedError: Another process writes to it.
+        """
+        if self.single:
+            raise StateError(
+                "this server serves one store, which it does not delete",
+                hint="serve the folder that holds the store, or stop the server and remove its folder",
+            )
+        served = self._open.get(name)
+        if served is not None:
+            served.retire()
+        await anyio.to_thread.run_sync(self._delete, name, served)
+
+    def _delete(self, name: str, served: Served | None) -> None:
+        disk = Disk()
+        with self._lock:
+            if self._open.get(name) is not served:
+                raise _in_use(name, "another request opened or deleted it")
+            if served is not None:
+                served.check_sessions()
+                self._close_deleted(served)
+            deleted = rename_for_deletion(disk, self._path(name))
+        remove_folder(disk, deleted)
+
+    def _close_deleted(self, served: Served) -> None:
+        try:
+            served.close()
+        except ExpStoreError as exc:  # its rows are not wanted any more
+            _log.error("store %s: %s", served.name, exc)
+        finally:
+            del self._open[served.name]
+
+    def remove_leftovers(self) -> None:
+        """Remove files of stores whose deletion a crash has stopped; a failure is logged."""
+        if self.single:
+            return
+        try:
+            remove_leftovers(Disk(), self.root)
+        except ExpStoreError as exc:
+            _log.error("files of deleted stores could not be removed: %s", exc)
 
     def open_now(self) -> list[Served]:
         """Return the stores that are open."""
@@ -294,6 +383,13 @@ class Stores:
 
 def _name_of(path: Path) -> str:
     return path.name.removesuffix(_SUFFIX)
+
+
+def _in_use(name: str, why: str) -> StateError:
+    return StateError(
+        f"store {name!r} is in use: {why}", kind="in_use",
+        hint="end the streams, close the connections that write, then delete it again",
+    )  # fmt: skip
 
 
 def _unknown(name: str) -> NotFoundError:

@@ -19,7 +19,7 @@ curl -sSf "$url/extend?source=curl" -H "$json" -d '{
 }'; echo
 
 # The same draw of the same seed is the same batch, for whoever asks.
-curl -sSf "$url/sample" -H "$json" -H "Accept: application/json" -d '{"batch_size": 2, "seed": 7, "draw": 0}'; echo
+curl -sSf "$url/sample" -H "$json" -d '{"batch_size": 2, "seed": 7, "draw": 0}'; echo
 
 curl -sSf "$url/sql" -H "$json" -d '{"query": "SELECT action, avg(next.reward) AS reward FROM transitions GROUP BY action ORDER BY action"}'; echo
 curl -sSf "$url/episodes"; echo

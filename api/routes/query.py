@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
+from expstore.api.auth import check_origin
 from expstore.api.bodies import ARROW, JSON, accepted, arrow_answer, json_answer, to_json
-from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
+from expstore.api.dependencies import SQL_ANSWER, TABLE_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
 from expstore.api.settings import Settings
@@ -26,18 +27,23 @@ router = APIRouter(tags=["asking"])
 _JSON_TIMES = 6
 
 
-@router.get("/stores/{name}/episodes", responses=ARROW_ANSWER | problems(406))
+@router.get("/stores/{name}/episodes", summary="List episodes", responses=TABLE_ANSWER | problems(406))
 async def episodes(
     request: Request,
     store: Store,
     limits: Limits,
-    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only those of higher ids.")] = 0,
-    limit: Annotated[int, Query(ge=1, le=100_000)] = 1000,
-    source: Annotated[str | None, Query(max_length=200)] = None,
-    status: Annotated[Literal["open", "terminated", "truncated", "cut"] | None, Query()] = None,
+    after: Annotated[int, Query(ge=0, lt=1 << 63, description="Only episodes with higher ids.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=100_000, description="Most episodes of the answer.")] = 1000,
+    source: Annotated[
+        str | None, Query(max_length=200, description="Only episodes of this source.", examples=["actor-7"])
+    ] = None,
+    status: Annotated[
+        Literal["open", "terminated", "truncated", "cut"] | None,
+        Query(description="Only episodes with this status.", examples=["terminated"]),
+    ] = None,
 ) -> Response:
-    """List episodes in the order of their ids, those whose rows have left, too."""
-    kind = accepted(request, (JSON, ARROW))
+    """List episodes in the order of their ids, also those whose rows are not in the store any more."""
+    kind = accepted(request)
     where = ["episode_id > $after"]
     params: dict[str, Any] = {"after": after}
     for name, value in (("source", source), ("status", status)):
@@ -55,18 +61,64 @@ async def episodes(
 
 
 class Question(RequestModel):
-    """A question in SQL."""
+    """A query in SQL."""
 
-    query: str = Field(min_length=1, max_length=16_384, description="One SELECT.")
-    params: list[Any] | dict[str, Any] | None = Field(None, description="Values for ? or $name.")
-    limit: int | None = Field(None, ge=1, description="Rows of the answer, if fewer than the server allows.")
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "query": "SELECT episode_id, length FROM episodes WHERE length > $least",
+                    "params": {"least": 100},
+                }
+            ]
+        },
+    )
+
+    query: str = Field(min_length=1, max_length=16_384, description="One SELECT statement.")
+    params: list[Any] | dict[str, Any] | None = Field(
+        None, description="Values for `?` (a list) or `$name` (an object)."
+    )
+    limit: int | None = Field(None, ge=1, description="Most rows of the answer; null: the server's limit.")
 
 
-@router.post("/stores/{name}/sql", responses=ARROW_ANSWER | problems(406, 408, 413, 415, 504))
+@router.post(
+    "/stores/{name}/sql", summary="Query SQL", responses=SQL_ANSWER | problems(406, 408, 413, 415, 504)
+)
 async def sql(request: Request, store: Store, limits: Limits, asked: Question) -> Response:
-    """Ask in SQL; an answer that was cut to its limits says so in the header `X-Truncated`."""
+    """Run one SELECT over the store's `transitions`, `episodes` and other relations.
+
+    It runs in a process that can read this store and nothing else. Its time, rows and bytes are limited; the
+    header `X-Truncated` says whether the result was cut.
+    """
     _check(limits)
-    kind = accepted(request, (JSON, ARROW))
+    kind = accepted(request)
+    return await store.run(lambda: _asked(store, limits, asked, kind))
+
+
+@router.get("/stores/{name}/sql", summary="Query SQL by a URL", responses=SQL_ANSWER | problems(406, 504))
+async def sql_by_url(
+    request: Request,
+    store: Store,
+    limits: Limits,
+    q: Annotated[
+        str,
+        Query(
+            min_length=1,
+            max_length=16_384,
+            description="One SELECT statement.",
+            examples=["SELECT count(*) FROM transitions"],
+        ),
+    ],
+    limit: Annotated[
+        int | None, Query(ge=1, description="Most rows of the answer; without it, the server's limit.")
+    ] = None,
+) -> Response:
+    """Run one SELECT within the same sandbox and limits as POST, for browsers and `curl -G`."""
+    # A page of another site could learn about rows from how long its questions take.
+    check_origin(request.headers, request.headers["host"])
+    _check(limits)
+    asked, kind = Question(query=q, params=None, limit=limit), accepted(request)
     return await store.run(lambda: _asked(store, limits, asked, kind))
 
 

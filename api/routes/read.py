@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import anyio.to_thread
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import JSON, accepted, compression_of
-from expstore.api.dependencies import ARROW_ANSWER, Known, Limits, Store, problems
+from expstore.api.dependencies import ROWS_ANSWER, Known, Limits, Store, problems
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows, checked_ids
 from expstore.buffers.read_limits import limit_reads
@@ -21,32 +21,66 @@ from expstore.buffers.read_limits import limit_reads
 router = APIRouter(tags=["reading"])
 
 
-@router.get("/stores", responses=problems())
-async def stores(known: Known) -> dict[str, list[str]]:
-    """List the stores."""
-    return {"stores": await anyio.to_thread.run_sync(known.names)}
+class StoreNames(BaseModel):
+    """The stores of a server."""
+
+    model_config = {"json_schema_extra": {"examples": [{"stores": ["demo"]}]}}
+
+    stores: list[str] = Field(description="Their names, sorted.")
 
 
-@router.get("/stores/{name}", responses=problems())
-async def info(store: Store) -> dict[str, Any]:
-    """Say what a store's rows are."""
+class StoreInfo(BaseModel):
+    """What a store is."""
+
+    model_config = {
+        "json_schema_extra": {
+            "examples": [
+                {"name": "demo", "rows": 2, "capacity": 1000, "fields": [], "generation": 1, "meta": {}}
+            ]
+        }
+    }
+
+    name: str = Field(description="Its name.")
+    rows: int = Field(description="Number of readable rows.")
+    capacity: int | None = Field(description="Most readable rows; null: no bound.")
+    fields: Any = Field(description="The schema: key, dtype and row shape of each field; null: no rows yet.")
+    generation: int = Field(
+        description="Number of times the store was opened for writing. Ids name the same rows within one "
+        "generation."
+    )
+    meta: Any = Field(description="What was noted when the store was made.")
+
+
+@router.get("/stores", summary="List stores", responses=problems())
+async def stores(known: Known) -> StoreNames:
+    """List the names of all stores in the served folder."""
+    return StoreNames(stores=await anyio.to_thread.run_sync(known.names))
+
+
+@router.get("/stores/{name}", summary="Describe a store", responses=problems())
+async def info(store: Store) -> StoreInfo:
+    """Return the fields, the number of rows and the capacity of a store."""
     rb = store.rb
     schema = None if rb.schema is None else rb.schema.to_json()
-    return {
-        "name": store.name, "rows": len(rb), "capacity": rb.storage.capacity, "fields": schema,
-        "generation": store.generation, "meta": rb.meta,
-    }  # fmt: skip
+    return StoreInfo(
+        name=store.name, rows=len(rb), capacity=rb.storage.capacity, fields=schema,
+        generation=store.generation, meta=rb.meta,
+    )  # fmt: skip
 
 
 class Ids(RequestModel):
     """Which rows."""
 
-    ids: list[int] = Field(max_length=1_000_000)
+    model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [1, 2]}]})
+
+    ids: list[int] = Field(max_length=1_000_000, description="Ids of the rows.")
 
 
-@router.post("/stores/{name}/rows", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+@router.post(
+    "/stores/{name}/rows", summary="Read rows by id", responses=ROWS_ANSWER | problems(406, 408, 413, 415)
+)
 async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Response:
-    """Read rows by id, in the order in which they are asked for; all must be there."""
+    """Return the rows of these ids, in their order; 404 if one of them is not in the store."""
     kind, compression = accepted(request), compression_of(request)
     ids = checked_ids(asked.ids)
 
@@ -57,11 +91,16 @@ async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Re
     return await store.run(read)
 
 
-@router.get("/stores/{name}/episodes/{episode}", responses=ARROW_ANSWER | problems(406))
+@router.get(
+    "/stores/{name}/episodes/{episode}", summary="Read an episode", responses=ROWS_ANSWER | problems(406)
+)
 async def trajectory(
-    request: Request, store: Store, limits: Limits, episode: Annotated[int, Path(ge=0, lt=1 << 63)]
+    request: Request,
+    store: Store,
+    limits: Limits,
+    episode: Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])],
 ) -> Response:
-    """Read the rows of an episode that are still there, in the order of its steps."""
+    """Return the rows of an episode that are in the store, in the order of its steps."""
     kind, compression = accepted(request), compression_of(request)
 
     def read() -> Response:
@@ -71,8 +110,12 @@ async def trajectory(
     return await store.run(read)
 
 
-@router.get("/stores/{name}/stats", responses=problems())
+@router.get(
+    "/stores/{name}/stats",
+    summary="Return statistics of a store",
+    responses=problems() | {200: {"content": {"application/json": {"example": {"length": 2}}}}},
+)
 async def stats(store: Store) -> dict[str, Any]:
-    """Return figures; where the store lies is the server's affair."""
+    """Return what `rb.stats()` returns, without the store's path."""
     found = await store.run(store.rb.stats)
     return {name: value for name, value in found.items() if name != "path"}

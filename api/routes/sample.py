@@ -6,15 +6,17 @@ Used by the application.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
+from tensordict import TensorDictBase
 
-from expstore.api.bodies import ARROW, JSON, accepted, compression_of
-from expstore.api.dependencies import ARROW_ANSWER, Limits, Store, problems
+from expstore.api.bodies import ARROW, NDJSON, accepted, compression_of, rows_to_json
+from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import answer_rows
@@ -35,20 +37,40 @@ SamplerName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 class Asked(RequestModel):
     """Which batch."""
 
-    batch_size: int = Field(256, ge=1, le=1_000_000)
-    sampler: Spec | SamplerName | None = Field(None, description="What makes up a batch; null: uniform.")
-    where: str | None = Field(
-        None, max_length=1000, description="Which rows: a condition, without functions."
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"batch_size": 2, "sampler": {"kind": "prioritized", "alpha": 0.6}, "seed": 7, "draw": 0}
+            ]
+        },
     )
-    seed: int | None = Field(None, ge=0, lt=1 << 63, description="Draws apart from the store's own.")
-    draw: int | None = Field(None, ge=0, lt=1 << 63, description="Which of these; null: the next.")
-    wait: float = Field(0.0, ge=0, description="Seconds to wait for rows.")
+
+    batch_size: int = Field(256, ge=1, le=1_000_000, description="Rows of a batch.")
+    sampler: Spec | SamplerName | None = Field(
+        None, description="A sampler, or the name of one that PUT has made; null: uniform."
+    )
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=1 << 63, description="Seed of draws of your own; null: the store's draws."
+    )
+    draw: int | None = Field(
+        None,
+        ge=0,
+        lt=1 << 63,
+        description="Number of the draw of this seed: equal numbers give equal batches; null: the next one.",
+    )
+    wait: float = Field(0.0, ge=0, description="Seconds to wait until there are enough rows.")
 
 
 class AskedStream(Asked):
     """Which batches."""
 
-    batches: int | None = Field(None, ge=1, description="How many; null: without end.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"batch_size": 2, "batches": 10}]})
+
+    batches: int | None = Field(None, ge=1, description="Number of batches; null: no end.")
 
 
 def _check(asked: Asked, limits: Settings) -> float:
@@ -65,53 +87,115 @@ def _drawing(store: Served, asked: Asked, limits: Settings, kind: str) -> Callab
 
     def draw(number: int) -> Any:
         which = None if asked.draw is None else asked.draw + number
-        with limit_reads(limits.max_answer, text=kind == JSON) as limit:
+        with limit_reads(limits.max_answer, text=kind != ARROW) as limit:
             limit.check_count(store.rb.schema, asked.batch_size)  # before anything is drawn, or counted
             return store.drawers.draw(asked.sampler, asked.where, asked.seed, which, asked.batch_size)
 
     return draw
 
 
-@router.post("/stores/{name}/sample", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+@router.post(
+    "/stores/{name}/sample", summary="Sample a batch", responses=ROWS_ANSWER | problems(406, 408, 413, 415)
+)
 async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -> Response:
-    """Draw a batch."""
+    """Draw a batch of rows.
+
+    It has the fields, `id` and `index`; prioritized samplers add `priority_weight`. 409 with kind
+    `not_ready`: there are too few rows, even after `wait` seconds.
+    """
     kind, compression = accepted(request), compression_of(request)
     seconds, draw = _check(asked, limits), _drawing(store, asked, limits, kind)
     return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
 
 
-@router.post("/stores/{name}/sample/stream", responses=ARROW_ANSWER | problems(406, 408, 413, 415))
+@router.post(
+    "/stores/{name}/sample/stream",
+    summary="Sample a stream of batches",
+    response_class=StreamingResponse,
+    responses=BATCHES_ANSWER | problems(406, 408, 413, 415),
+)
 async def stream(request: Request, store: Store, limits: Limits, asked: AskedStream) -> Response:
-    """Draw one batch after another: an Arrow stream with a record batch for each.
+    """Draw batch after batch in one answer: as lines of JSON, or as record batches of one Arrow stream.
 
-    Each batch is bounded as an answer is, the stream is not.
+    The server's limit of bytes holds for each batch, not for the stream.
     """
-    kind = accepted(request, (ARROW,))
+    kind = accepted(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
     drawing = _drawing(store, asked, limits, kind)
-    parts = _Parts(asked, drawing, store.encoder, compression_of(request))
+    batches = (
+        _ArrowBatches(store.encoder, compression_of(request))
+        if kind == ARROW
+        else _JsonBatches(store.encoder)
+    )
+    parts = _Parts(asked.batches, drawing, batches)
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # what is wrong is said by the status
     sent = _sent(request, store, parts, first, limits.wait_seconds)
-    return StreamingResponse(sent, media_type=ARROW)
+    return StreamingResponse(sent, media_type=kind)
+
+
+class _ArrowBatches:
+    """Write batches as one Arrow stream, and hand out its bytes part by part."""
+
+    def __init__(self, encoder: Encoder, compression: str | None) -> None:
+        self._encoder, self._packed = encoder, compression is not None
+        self._writer = StreamWriter(compression)
+        self.end, self.take = self._writer.end, self._writer.take
+
+    @property
+    def pending(self) -> int:
+        """How many bytes wait to be taken."""
+        return self._writer.pending
+
+    def write(self, data: TensorDictBase) -> None:
+        """Add a batch."""
+        if self._packed:
+            self._writer.write(self._encoder.encode(data))
+        else:
+            self._writer.write_message(*self._encoder.message(data))
+
+
+class _JsonBatches:
+    """Write batches as lines of JSON, and hand out their bytes part by part."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder, self._lines = encoder, bytearray()
+
+    @property
+    def pending(self) -> int:
+        """How many bytes wait to be taken."""
+        return len(self._lines)
+
+    def write(self, data: TensorDictBase) -> None:
+        """Add a batch."""
+        self._lines += json.dumps(rows_to_json(self._encoder.encode(data)), separators=(",", ":")).encode()
+        self._lines += b"\n"
+
+    def end(self) -> None:
+        """Lines need no end mark."""
+
+    def take(self) -> bytes:
+        """Return the bytes written since the last call."""
+        taken, self._lines = bytes(self._lines), bytearray()
+        return taken
 
 
 class _Parts:
     """Make the bytes of a stream, a part at a time.
 
     Threads: one at a time.
+
+    Args:
+        count: Number of batches; None: no end.
+        draw: Return a batch by its number in the stream.
+        batches: Turns batches into bytes.
     """
 
     def __init__(
-        self, asked: AskedStream, draw: Callable[[int], Any], encoder: Encoder, compression: str | None
+        self, count: int | None, draw: Callable[[int], Any], batches: _ArrowBatches | _JsonBatches
     ) -> None:
-        self._asked, self._draw = asked, draw
-        self._encoder, self._writer, self._packed = (
-            encoder,
-            StreamWriter(compression),
-            compression is not None,
-        )
+        self._count, self._draw, self._batches = count, draw, batches
         self._number = 0
         self.rows = 0
         self.ended = False
@@ -119,24 +203,20 @@ class _Parts:
     @property
     def endless(self) -> bool:
         """Whether the client asked for no number of batches."""
-        return self._asked.batches is None
+        return self._count is None
 
     def next(self) -> bytes | memoryview:
         """Return the next part; at least one batch, or the stream's end."""
-        count = self._asked.batches
-        while not self.ended and self._writer.pending < _PART_BYTES:
-            if self._number == count:
-                self._writer.end()
+        while not self.ended and self._batches.pending < _PART_BYTES:
+            if self._number == self._count:
+                self._batches.end()
                 self.ended = True
                 break
             data = self._draw(self._number)
-            if self._packed:
-                self._writer.write(self._encoder.encode(data))
-            else:
-                self._writer.write_message(*self._encoder.message(data))
+            self._batches.write(data)
             self.rows += data.numel()
             self._number += 1
-        return self._writer.take()
+        return self._batches.take()
 
 
 async def _sent(
@@ -167,29 +247,62 @@ async def _sent(
 class NamedSampler(RequestModel):
     """A sampler that is kept."""
 
-    sampler: AnySpec
-    where: str | None = Field(None, max_length=1000)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"sampler": {"kind": "without_replacement"}, "seed": 1}]},
+    )
+
+    sampler: AnySpec = Field(description="What it draws.")
+    where: str | None = Field(
+        None, max_length=1000, description="Only rows that meet this SQL condition, which has no functions."
+    )
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="Seed of its draws; null: a random one.")
 
 
-_Named = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
+class Samplers(BaseModel):
+    """The named samplers of a store."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"samplers": {"pass": '{"kind":"without_replacement"}'}}]}
+    )
+
+    samplers: dict[str, str] = Field(description="Each sampler as JSON text, by name.")
 
 
-@router.get("/stores/{name}/samplers", responses=problems())
-async def samplers(store: Store) -> dict[str, dict[str, str]]:
-    """List the samplers that have a name."""
-    return {"samplers": store.drawers.describe()}
+class SamplerOf(BaseModel):
+    """A named sampler."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"name": "pass"}]})
+
+    name: str = Field(description="Its name.")
 
 
-@router.put("/stores/{name}/samplers/{sampler}", status_code=201, responses=problems(408, 413, 415))
-async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> dict[str, str]:
-    """Make a sampler that all who know its name share; the same one again changes nothing."""
+_Named = Annotated[
+    str,
+    Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$", description="Name of the sampler.", examples=["pass"]),
+]
+
+
+@router.get("/stores/{name}/samplers", summary="List named samplers", responses=problems())
+async def samplers(store: Store) -> Samplers:
+    """List the samplers that PUT has made since the server opened the store."""
+    return Samplers(samplers=store.drawers.describe())
+
+
+@router.put(
+    "/stores/{name}/samplers/{sampler}",
+    status_code=201,
+    summary="Make a named sampler",
+    responses=problems(408, 413, 415),
+)
+async def name_sampler(store: Store, sampler: _Named, asked: NamedSampler) -> SamplerOf:
+    """Make a sampler that all clients share by its name. Making the same one again changes nothing."""
     await store.run(lambda: store.drawers.name(sampler, asked.sampler, asked.where, asked.seed))
-    return {"name": sampler}
+    return SamplerOf(name=sampler)
 
 
-@router.delete("/stores/{name}/samplers/{sampler}", responses=problems())
-async def forget_sampler(store: Store, sampler: _Named) -> dict[str, str]:
-    """Let go of a sampler."""
+@router.delete("/stores/{name}/samplers/{sampler}", summary="Delete a named sampler", responses=problems())
+async def forget_sampler(store: Store, sampler: _Named) -> SamplerOf:
+    """Delete a named sampler. Rows stay as they are."""
     await store.run(lambda: store.drawers.forget(sampler))
-    return {"name": sampler}
+    return SamplerOf(name=sampler)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 import expstore
 from expstore.api.dependencies import Store, problems
@@ -19,27 +19,57 @@ router = APIRouter(tags=["versions"])
 changing = APIRouter(tags=["versions"])
 
 
+_EXAMPLE: dict[str, Any] = {
+    "number": 1, "tag": "best", "time": 1.7e9, "rows": 1000, "episodes": 5, "new_bytes": 65536
+}  # fmt: skip
+
+
 class Made(BaseModel):
     """A version."""
 
-    number: int
-    tag: str | None
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+
+    number: int = Field(description="Its number; versions are counted from 1.")
+    tag: str | None = Field(description="Its name; null: none was given.")
     time: float = Field(description="When it was made, seconds since 1970.")
-    rows: int
-    episodes: int
+    rows: int = Field(description="Number of its rows.")
+    episodes: int = Field(description="Number of its episodes.")
     new_bytes: int = Field(description="How many bytes were written for it.")
+
+
+class Versions(BaseModel):
+    """The versions of a store."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"versions": [_EXAMPLE]}]})
+
+    versions: list[Made] = Field(description="The oldest version first.")
+
+
+class Loaded(BaseModel):
+    """The store after a version was restored."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"rows": 1000, "generation": 2}]})
+
+    rows: int = Field(description="Number of its rows.")
+    generation: int = Field(description="Ids name the same rows within one generation.")
 
 
 class Tag(RequestModel):
     """What a version is to be called."""
 
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"tag": "best"}]})
+
     tag: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,100}$", description="A name; such a version is kept for good."
+        None,
+        pattern=r"^[A-Za-z0-9._-]{1,100}$",
+        description="A name; a version with a name is never removed to save space.",
     )
 
 
 class Which(RequestModel):
     """Which version."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra={"examples": [{"version": "best"}]})
 
     version: int | str | None = Field(None, description="Number or tag; null: the newest.")
 
@@ -48,16 +78,21 @@ def _made(version: Version) -> Made:
     return Made(**{name: getattr(version, name) for name in Made.model_fields})
 
 
-@router.get("/stores/{name}/versions", responses=problems())
-async def versions(store: Store) -> dict[str, list[Made]]:
-    """List the versions, the oldest first."""
+@router.get("/stores/{name}/versions", summary="List versions", responses=problems())
+async def versions(store: Store) -> Versions:
+    """List the versions in the store's own folder, the oldest first."""
     found = await store.run(lambda: expstore.versions(store.path))
-    return {"versions": [_made(version) for version in found]}
+    return Versions(versions=[_made(version) for version in found])
 
 
-@changing.post("/stores/{name}/dumps", status_code=201, responses=problems(408, 413, 415, 507))
+@changing.post(
+    "/stores/{name}/dumps",
+    status_code=201,
+    summary="Make a version",
+    responses=problems(408, 413, 415, 507),
+)
 async def dumps(store: Store, asked: Tag) -> Made:
-    """Make a version of the store as it is now; others go on writing and sampling."""
+    """Keep the store's present content as a version, while other requests write and sample."""
 
     def make() -> Version:
         tag = asked.tag
@@ -66,12 +101,12 @@ async def dumps(store: Store, asked: Tag) -> Made:
     return _made(await store.run(make))
 
 
-@changing.post("/stores/{name}/loads", responses=problems(408, 413, 415, 507))
-async def loads(store: Store, asked: Which) -> dict[str, Any]:
-    """Put a version's content in the place of the store's; ids of its rows are others then."""
+@changing.post("/stores/{name}/loads", summary="Restore a version", responses=problems(408, 413, 415, 507))
+async def loads(store: Store, asked: Which) -> Loaded:
+    """Replace the store's content by a version's. Its rows get new ids, in a new generation."""
 
-    def load() -> dict[str, Any]:
+    def load() -> Loaded:
         store.rb.loads(store.path, asked.version)
-        return {"rows": len(store.rb), "generation": store.generation}
+        return Loaded(rows=len(store.rb), generation=store.generation)
 
     return await store.run(load)

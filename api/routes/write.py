@@ -13,11 +13,12 @@ from typing import Annotated, Any
 import anyio.to_thread
 import torch
 from fastapi import APIRouter, Header, Query, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from expstore.api.bodies import content_type, read_body
-from expstore.api.dependencies import ARROW_BODY, Known, Limits, Session, Store, problems
+from expstore.api.dependencies import Known, Limits, Session, Store, StoreName, problems, rows_body
 from expstore.api.errors import Refusal
+from expstore.api.examples import FIELDS
 from expstore.api.request_models import RequestModel
 from expstore.api.rows import checked_ids, taken_rows
 from expstore.api.stores import Served
@@ -36,42 +37,56 @@ _WISHES: dict[str, Callable[[Any], bool]] = {
 
 
 class Written(BaseModel):
-    """What became of rows: ids are one row's for ever within a generation of the store."""
+    """What became of rows."""
 
-    first_id: int | None = Field(description="Of the first row that was taken in; null: none was.")
-    count: int = Field(description="How many were; those after the first have the ids that follow.")
+    model_config = {"json_schema_extra": {"examples": [{"first_id": 1, "count": 2, "generation": 1}]}}
+
+    first_id: int | None = Field(description="Id of the first row that was stored; null: none was stored.")
+    count: int = Field(description="Number of rows that were stored.")
     ids: list[int] | None = Field(
         None,
-        description="Of each row, -1 for those that were not taken in; left out: all were, and their ids "
-        "follow one another.",
+        description="Id of each row, -1 for a row that was not stored. Missing if all rows were stored with "
+        "consecutive ids.",
     )
-    generation: int
+    generation: int = Field(description="Ids name the same rows within one generation of the store.")
 
 
 class NewStore(RequestModel):
     """What a new store is to be."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"capacity": 1000, "fields": FIELDS, "seed": 3}]}
+    )
+
     capacity: int | None = Field(None, ge=1, le=1 << 40, description="Most readable rows; null: no bound.")
     fields: dict[str, Any] | None = Field(
         None,
-        description="Types by key: a dtype, or a dtype and a row shape, null where rows differ. Without it "
-        "the first batch fixes them.",
-        examples=[{"observation": ["float32", [4]], "action": "int64", "next.reward": ["float32", [1]]}],
+        description="Type of each field by its key: a dtype, or a dtype and a row shape with null where rows "
+        "differ. Without it the first batch decides.",
+        examples=[FIELDS],
     )
-    storage: str | None = Field(None, pattern="^(zarr|arrow)$")
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
-    meta: dict[str, Any] | None = None
+    storage: str | None = Field(
+        None, pattern="^(zarr|arrow)$", description="Layout on disk: `zarr` (also without it) or `arrow`."
+    )
+    seed: int | None = Field(
+        None, ge=0, lt=1 << 63, description="Seed of the store's draws; null: a random one."
+    )
+    meta: dict[str, Any] | None = Field(
+        None, description="Facts to keep with the store.", examples=[{"env": "CartPole-v1"}]
+    )
 
 
 class Created(BaseModel):
     """A store that was made."""
 
-    name: str
+    model_config = {"json_schema_extra": {"examples": [{"name": "demo"}]}}
+
+    name: str = Field(description="Its name.")
 
 
-@router.put("/stores/{name}", status_code=201, responses=problems())
-async def create(stores: Known, name: str, asked: NewStore) -> Created:
-    """Make a store."""
+@router.put("/stores/{name}", status_code=201, summary="Create a store", responses=problems())
+async def create(stores: Known, name: StoreName, asked: NewStore) -> Created:
+    """Make an empty store in the served folder. 409 with kind `exists`: there is a store of this name."""
     options: dict[str, Any] = {
         key: value for key in ("capacity", "seed", "meta") if (value := getattr(asked, key)) is not None
     }
@@ -85,6 +100,36 @@ async def create(stores: Known, name: str, asked: NewStore) -> Created:
     return Created(name=name)
 
 
+class Deleted(BaseModel):
+    """A store that was deleted."""
+
+    model_config = {"json_schema_extra": {"examples": [{"name": "demo"}]}}
+
+    name: str = Field(description="The name it had.")
+
+
+@router.delete("/stores/{name}", summary="Delete a store", responses=problems())
+async def delete(
+    stores: Known,
+    name: StoreName,
+    confirm: Annotated[
+        str,
+        Query(
+            max_length=200, description="The store's name again, as a guard against slips.", examples=["demo"]
+        ),
+    ],
+) -> Deleted:
+    """Delete a store with all its rows and versions. This cannot be undone.
+
+    409 with kind `in_use`: requests, streams or open sessions use the store. Archives in other folders stay.
+    """
+    if confirm != name:
+        raise Refusal(400, f"confirm is {confirm[:120]!r}, and the store is {name[:120]!r}", kind="confirm",
+                      hint="repeat the name of the store: ?confirm=NAME")  # fmt: skip
+    await stores.delete(name)
+    return Deleted(name=name)
+
+
 def _type_of(key: str, value: Any) -> Any:
     if isinstance(value, str):
         return {"string": str, "binary": bytes}.get(value, value)
@@ -96,29 +141,32 @@ def _type_of(key: str, value: Any) -> Any:
     return value[0], tuple(value[1])
 
 
-_Source = Annotated[str | None, Query(max_length=200, description="Name of the stream.")]
-_Wait = Annotated[float, Query(ge=0, description="Seconds to wait for others to sample.")]
+_Source = Annotated[
+    str | None,
+    Query(
+        max_length=200,
+        description="Name of the source, such as an environment: each source writes episodes of its own.",
+        examples=["actor-7"],
+    ),
+]
+_Wait = Annotated[
+    float, Query(ge=0, description="Seconds to wait until others have sampled, if rows come too fast.")
+]
 _Key = Annotated[
     str | None,
     Header(
-        description="Names this write: sent again, with the same body, it is answered as before and adds "
-        "nothing. At most 128 bytes."
-    ),
-]
-_SessionId = Annotated[
-    str | None,
-    Header(
-        description="Id of the client's session: one writer's life. Rows of two sessions never share an "
-        "episode. Writes without it share one session per run of the server. 1 to 128 printable ASCII "
-        "characters.",
+        description="Id of this write. If the same request comes again with the same key, it adds nothing "
+        "and gets the same answer. At most 128 bytes.",
+        examples=["5f2c9d-1"],
     ),
 ]
 
 
 @router.post(
     "/stores/{name}/extend",
+    summary="Append rows",
     responses=problems(408, 413, 415, 507),
-    openapi_extra=ARROW_BODY,
+    openapi_extra=rows_body(2),
     response_model_exclude_unset=True,
 )
 async def extend(
@@ -128,17 +176,21 @@ async def extend(
     source: _Source = None,
     wait: _Wait = 0.0,
     idempotency_key: _Key = None,
-    x_session: _SessionId = None,
+    session: Session = None,
 ) -> Written:
-    """Append rows, all of them or none: an Arrow stream, or JSON with a list per column."""
+    """Append rows, all of them or none: an Arrow stream, or JSON with a list of values per field.
+
+    The answer comes when the rows survive a crash of the server's process.
+    """
     seconds = min(wait, limits.wait_seconds)
-    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key, x_session)
+    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key, session)
 
 
 @router.post(
     "/stores/{name}/add",
+    summary="Append one row",
     responses=problems(408, 413, 415, 507),
-    openapi_extra=ARROW_BODY,
+    openapi_extra=rows_body(1),
     response_model_exclude_unset=True,
 )
 async def add(
@@ -148,11 +200,11 @@ async def add(
     source: _Source = None,
     wait: _Wait = 0.0,
     idempotency_key: _Key = None,
-    x_session: _SessionId = None,
+    session: Session = None,
 ) -> Written:
-    """Append one row: an Arrow stream, or JSON with a list of one value per column."""
+    """Append one row: an Arrow stream of one row, or JSON with a list of one value per field."""
     seconds = min(wait, limits.wait_seconds)
-    return await _written(request, store, 1, source, seconds, idempotency_key, x_session)
+    return await _written(request, store, 1, source, seconds, idempotency_key, session)
 
 
 async def _written(
@@ -247,19 +299,31 @@ def _checked(wishes: dict[str, Any]) -> dict[str, Any]:
 class Priorities(RequestModel):
     """Priorities of rows, by id."""
 
-    ids: list[int] = Field(max_length=1_000_000)
-    priorities: list[float] = Field(max_length=1_000_000)
+    model_config = ConfigDict(json_schema_extra={"examples": [{"ids": [1, 2], "priorities": [0.5, 2.0]}]})
+
+    ids: list[int] = Field(max_length=1_000_000, description="Ids of the rows.")
+    priorities: list[float] = Field(max_length=1_000_000, description="The priority of each row, 0 or above.")
 
 
 class Updated(BaseModel):
-    """How many rows were still there."""
+    """How many rows were updated."""
 
-    updated: int
+    model_config = {"json_schema_extra": {"examples": [{"updated": 2}]}}
+
+    updated: int = Field(description="Number of ids whose rows are in the store.")
 
 
-@router.post("/stores/{name}/priorities", responses=problems(408, 413, 415))
+class Done(BaseModel):
+    """The request was done."""
+
+    model_config = {"json_schema_extra": {"examples": [{"status": "ok"}]}}
+
+    status: str = Field(default="ok", description="Always `ok`.")
+
+
+@router.post("/stores/{name}/priorities", summary="Set priorities", responses=problems(408, 413, 415))
 async def priorities(store: Store, asked: Priorities) -> Updated:
-    """Set priorities of rows that are still there: one for each id."""
+    """Set the priorities of rows. Ids whose rows are not in the store any more are ignored."""
     ids = checked_ids(asked.ids)
     if len(asked.priorities) != len(asked.ids):
         raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
@@ -268,44 +332,50 @@ async def priorities(store: Store, asked: Priorities) -> Updated:
     return Updated(updated=await store.run(lambda: store.rb.update_priority(id=ids, priority=values)))
 
 
-@router.post("/stores/{name}/flush", responses=problems(507))
-async def flush(store: Store) -> dict[str, str]:
-    """Bring everything to the disk: what is acknowledged now survives a power cut."""
+@router.post("/stores/{name}/flush", summary="Sync a store to disk", responses=problems(507))
+async def flush(store: Store) -> Done:
+    """Sync all files of the store. Rows that were written before survive a power cut."""
     await store.run(store.rb.flush)
-    return {"status": "ok"}
+    return Done()
 
 
 class Ending(RequestModel):
     """Which open episodes are to end."""
 
-    source: str | None = Field(None, max_length=200, description="Name of the stream; null: all of them.")
-    unnamed: bool = Field(False, description="Without a source: end only the unnamed stream.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
+
+    source: str | None = Field(None, max_length=200, description="Name of the source; null: all sources.")
+    unnamed: bool = Field(False, description="Without a source: end only episodes without a source.")
 
 
 class Resuming(RequestModel):
     """Which episodes to adopt."""
 
-    source: str = Field(max_length=200, description="Name of the stream.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"source": "actor-7"}]})
+
+    source: str = Field(max_length=200, description="Name of the source.")
     check: bool = Field(True, description="Whether the first row of each episode must continue it.")
 
 
 class Resumed(BaseModel):
     """The adopted episodes."""
 
-    episodes: list[int]
+    model_config = {"json_schema_extra": {"examples": [{"episodes": [12]}]}}
+
+    episodes: list[int] = Field(description="Their ids.")
 
 
-@router.post("/stores/{name}/episodes/end", responses=problems(507))
-async def end_episodes(store: Store, session: Session, asked: Ending) -> dict[str, str]:
-    """End open episodes of the session: they become `cut`. Without a session: those of the server's own."""
+@router.post("/stores/{name}/episodes/end", summary="End open episodes", responses=problems(507))
+async def end_episodes(store: Store, asked: Ending, session: Session = None) -> Done:
+    """End open episodes of a session: their status becomes `cut`. Without a session: of the server's own."""
     if asked.unnamed and asked.source is not None:
         raise Refusal(422, "unnamed=true and a source exclude each other", hint="leave one of them out")
     await store.run(lambda: store.rb.episodes.end_of(session, asked.source, unnamed=asked.unnamed))
-    return {"status": "ok"}
+    return Done()
 
 
-@router.post("/stores/{name}/episodes/resume", responses=problems(507))
-async def resume_episodes(store: Store, session: Session, asked: Resuming) -> Resumed:
+@router.post("/stores/{name}/episodes/resume", summary="Resume open episodes", responses=problems(507))
+async def resume_episodes(store: Store, asked: Resuming, session: Session = None) -> Resumed:
     """Adopt the open episodes of the newest ended session that wrote to a source of this name."""
     episodes = store.rb.episodes
     found = await store.run(lambda: episodes.resume(asked.source, check=asked.check, session=session))
@@ -314,19 +384,19 @@ async def resume_episodes(store: Store, session: Session, asked: Resuming) -> Re
     return Resumed(episodes=found.tolist())
 
 
-@router.post("/stores/{name}/session", responses=problems())
-async def keep_session(store: Store, session: Session) -> dict[str, str]:
-    """Tell the server that the client of the session in the header X-Session is still there."""
+@router.post("/stores/{name}/session", summary="Keep a session open", responses=problems())
+async def keep_session(store: Store, session: Session = None) -> Done:
+    """Keep the session of the header `X-Session` from ending for lack of requests."""
     _named(session)
-    return {"status": "ok"}
+    return Done()
 
 
-@router.post("/stores/{name}/session/end", responses=problems(507))
-async def end_session(store: Store, session: Session) -> dict[str, str]:
-    """End the session of the header X-Session: its open episodes become `cut`. Later rows open it again."""
+@router.post("/stores/{name}/session/end", summary="End a session", responses=problems(507))
+async def end_session(store: Store, session: Session = None) -> Done:
+    """End the session of the header `X-Session`: its open episodes become `cut`. Later rows open it again."""
     name = _named(session)
     await store.run(lambda: store.rb.episodes.end_session([name]))
-    return {"status": "ok"}
+    return Done()
 
 
 def _named(session: str | None) -> str:

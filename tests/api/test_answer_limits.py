@@ -17,7 +17,7 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore.api import Settings
 from expstore.storages.columns.arrow.segments import Segments
-from tests.support.arrow_bodies import ARROW, rows_of
+from tests.support.arrow_bodies import ACCEPT_ARROW, rows_of
 from tests.support.servers import Serving, serving
 
 pytestmark = pytest.mark.index
@@ -46,7 +46,7 @@ def test_a_million_rows_of_100_kilobytes_are_refused_at_once(tmp_path: Path) -> 
     with serving(tmp_path) as (child, facts), expstore.connect(facts["listening"] + "/run") as rb:
         assert len(rb.sample(8)) == 8
         before = resident(child.pid)
-        with httpx.Client(base_url=facts["listening"]) as client:
+        with httpx.Client(base_url=facts["listening"], headers=ACCEPT_ARROW) as client:
             for path in ("sample", "sample/stream"):
                 began = time.monotonic()
                 refused = client.post(f"{RUN}/{path}", json={"batch_size": 1_000_000})
@@ -67,7 +67,7 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
         rb.extend(TensorDict({"x": torch.zeros(500, 248)}, [500]))
     with (
         Serving(Settings(path=tmp_path, max_answer=LIMIT)) as server,
-        httpx.Client(base_url=server.url) as client,
+        httpx.Client(base_url=server.url, headers=ACCEPT_ARROW) as client,
     ):
         yield client
 
@@ -121,7 +121,7 @@ def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
 
     sizes = [16 + 8 + 4 + length for length in lengths]
     settings = Settings(path=tmp_path, max_answer=LIMIT)
-    with Serving(settings) as server, httpx.Client(base_url=server.url) as client:
+    with Serving(settings) as server, httpx.Client(base_url=server.url, headers=ACCEPT_ARROW) as client:
         for ids in ([1, 2, 3, 4, 5, 6, 7], [6, 6], [2, 2, 2, 2], [7, 1, 6, 4]):
             ends = np.cumsum([sizes[number - 1] for number in ids])
             with monkeypatch.context() as patch:
@@ -136,14 +136,14 @@ def test_rows_without_a_fixed_size_are_counted_by_their_offsets(
 
 def test_results_and_episodes_are_bounded(client: httpx.Client) -> None:
     asked = {"query": "SELECT x FROM transitions"}
-    for headers in ({"Accept": ARROW["Content-Type"]}, JSON):
+    for headers in (ACCEPT_ARROW, JSON):
         cut = client.post(f"{RUN}/sql", json=asked, headers=headers)
         assert cut.headers["X-Truncated"] == "true"
         assert len(cut.content) < LIMIT + 10_000
-    assert client.get(f"{RUN}/episodes").status_code == 200
+    assert client.get(f"{RUN}/episodes", headers=JSON).status_code == 200
     with expstore.connect(str(client.base_url.join("/run"))) as rb:
         row = TensorDict({"x": torch.zeros(1, 248)}, [1])
         rb.extend(row, source="y", episode_info={"note": "x" * 20_000})
-    refused = client.get(f"{RUN}/episodes")
+    refused = client.get(f"{RUN}/episodes", headers=JSON)
     assert (refused.status_code, refused.json()["error"]["kind"]) == (413, "too_large")
-    assert client.get(f"{RUN}/episodes", headers={"Accept": ARROW["Content-Type"]}).status_code == 200
+    assert client.get(f"{RUN}/episodes", headers=ACCEPT_ARROW).status_code == 200

@@ -15,7 +15,7 @@ import pytest
 
 from expstore.api import Settings
 from expstore.sql.sandbox import pool
-from tests.support.arrow_bodies import ARROW, post_rows, rows_of
+from tests.support.arrow_bodies import ACCEPT_ARROW, ARROW, post_rows, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
@@ -112,6 +112,41 @@ def test_sql_that_is_refused(client: httpx.Client, tmp_path: Path) -> None:
     assert ask(client, "SELECT 1") == [[1]]
 
 
+def get(client: httpx.Client, q: str, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    return client.get(f"{RUN}/sql", params={"q": q, **more}, headers=headers)
+
+
+def test_a_url_asks_in_sql_as_a_body_does(client: httpx.Client, tmp_path: Path) -> None:
+    post_rows(client, 30)
+    query = "SELECT count(*) AS rows, max(action) AS 'largest & last' FROM transitions"
+    answer = get(client, query)
+    assert answer.json() == {"columns": ["rows", "largest & last"], "rows": [[30, 29]]}
+    assert answer.headers["X-Truncated"] == "false"
+    whole = get(client, "SELECT * FROM range(1000)", ACCEPT_ARROW)
+    assert whole.headers["X-Truncated"] == "true"
+    assert pa.ipc.open_stream(whole.content).read_all().num_rows == 100  # as the server's limit is
+    assert len(get(client, "SELECT * FROM range(1000)", limit=7).json()["rows"]) == 7
+    (tmp_path / "secret").write_text("canary")
+    for query in (
+        "DELETE FROM transitions", "SELECT 1; SELECT 2", "SELEC", f"FROM read_text('{tmp_path}/secret')", "",
+        "SELECT '" + "x" * 16_384 + "'",
+    ):  # fmt: skip
+        refused = get(client, query)
+        assert refused.status_code == 422, refused.text
+        assert "canary" not in refused.text
+    assert client.get(f"{RUN}/sql").status_code == get(client, "SELECT 1", limit=0).status_code == 422
+    slow = get(client, "SELECT count(*) FROM range(1000000000000)")
+    assert (slow.status_code, slow.json()["error"]["kind"]) == (504, "timeout")
+    assert get(client, "SELECT count(*) FROM transitions").json()["rows"] == [[30]]
+
+
+def test_pages_of_other_sites_ask_nothing_in_sql(client: httpx.Client) -> None:
+    for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}):
+        refused = get(client, "SELECT 1", headers)
+        assert (refused.status_code, refused.json()["error"]["kind"]) == (403, "origin")
+    assert get(client, "SELECT 1", {"Sec-Fetch-Site": "none"}).json()["rows"] == [[1]]  # typed into a browser
+
+
 def test_servers_without_sql(tmp_path: Path) -> None:
     with (
         Serving(replace(SETTINGS, path=tmp_path, sql=False)) as server,
@@ -120,6 +155,7 @@ def test_servers_without_sql(tmp_path: Path) -> None:
         client.put(RUN, json={})
         post_rows(client, 30)
         assert client.post(f"{RUN}/sql", json={"query": "SELECT 1"}).status_code == 403
+        assert get(client, "SELECT 1").status_code == 403
         assert len(client.get(f"{RUN}/episodes").json()["rows"]) == 3
 
 
@@ -134,9 +170,10 @@ def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
         (1, "first", 30),
         (2, None, 40),
     ]
-    before = rows_of(client.post(f"{RUN}/sample", json={"seed": 1, "draw": 0, "batch_size": 8}).content)
+    asked = {"seed": 1, "draw": 0, "batch_size": 8}
+    before = rows_of(client.post(f"{RUN}/sample", json=asked, headers=ACCEPT_ARROW).content)
     assert client.post(f"{RUN}/loads", json={"version": "first"}).json()["rows"] == 30
-    after = rows_of(client.post(f"{RUN}/sample", json={"seed": 1, "draw": 0, "batch_size": 8}).content)
+    after = rows_of(client.post(f"{RUN}/sample", json=asked, headers=ACCEPT_ARROW).content)
     assert (before["action"] != after["action"]).any()
     assert (after["action"] < 30).all()
     assert ask(client, "SELECT count(*) FROM transitions") == [[30]]

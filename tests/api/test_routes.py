@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.api import Settings
-from tests.support.arrow_bodies import ARROW, batch_of, body_of, rows_of
+from tests.support.arrow_bodies import ACCEPT_ARROW, ARROW, batch_of, body_of, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
@@ -30,10 +30,10 @@ def test_rows_go_in_and_come_out(client: httpx.Client, tmp_path: Path) -> None:
     data = batch_of(30)
     answer = client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW)
     assert answer.json() == {"first_id": 1, "count": 30, "generation": 1}, answer.text
-    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": [3, 1, 30]}).content)
+    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": [3, 1, 30]}, headers=ACCEPT_ARROW).content)
     assert read["id"].tolist() == [3, 1, 30]
     assert (read.exclude("id", "index") == data[[2, 0, 29]]).all()
-    episode = rows_of(client.get("/v1/stores/run/episodes/2").content)
+    episode = rows_of(client.get("/v1/stores/run/episodes/2", headers=ACCEPT_ARROW).content)
     assert (episode.exclude("id", "index") == data[10:20]).all()
     assert client.get("/v1/stores").json() == {"stores": ["run"]}
     assert client.post("/v1/stores/run/flush").json() == {"status": "ok"}
@@ -44,7 +44,7 @@ def test_lanes_keep_their_episodes(client: httpx.Client, tmp_path: Path) -> None
     data = torch.stack([batch_of(20), batch_of(20, 100)])
     data.names = [None, "time"]
     assert client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW).status_code == 200
-    read = rows_of(client.get("/v1/stores/run/episodes/1").content)
+    read = rows_of(client.get("/v1/stores/run/episodes/1", headers=ACCEPT_ARROW).content)
     assert len({int(number) // 100 for number in read["action"]}) == 1
     assert read["action"].diff().eq(1).all()
 
@@ -75,7 +75,9 @@ def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Pa
     ):
         answer = client.post("/v1/stores/run/extend", **sent)
         assert answer.status_code == 200, answer.text
-    read = rows_of(client.post("/v1/stores/run/rows", json={"ids": list(range(1, 9))}).content)
+    read = rows_of(
+        client.post("/v1/stores/run/rows", json={"ids": list(range(1, 9))}, headers=ACCEPT_ARROW).content
+    )
     assert read["score"].tolist() == [7.0] * 6 + [1.0] * 2
     for bad in (body_of(without.exclude("y")), body_of(without.set("other", torch.ones(2)))):
         assert client.post("/v1/stores/run/extend", content=bad, headers=ARROW).status_code == 422

@@ -17,7 +17,7 @@ import expstore
 from expstore.api import Settings
 from expstore.samplers import PrioritizedSampler, SliceSampler
 from expstore.wire.codec import Codec, meaning_of
-from tests.support.arrow_bodies import batch_of, post_rows, rows_of
+from tests.support.arrow_bodies import ACCEPT_ARROW, batch_of, post_rows, rows_of
 from tests.support.servers import Serving
 
 pytestmark = pytest.mark.index
@@ -34,13 +34,13 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
 
 
 def sample(client: httpx.Client, **asked: Any) -> TensorDict:
-    answer = client.post(f"{RUN}/sample", json=asked)
+    answer = client.post(f"{RUN}/sample", json=asked, headers=ACCEPT_ARROW)
     assert answer.status_code == 200, answer.text
     return rows_of(answer.content)
 
 
 def streamed(client: httpx.Client, **asked: Any) -> list[TensorDict]:
-    answer = client.post(f"{RUN}/sample/stream", json=asked)
+    answer = client.post(f"{RUN}/sample/stream", json=asked, headers=ACCEPT_ARROW)
     assert answer.status_code == 200, answer.text
     with pa.ipc.open_stream(answer.content) as reader:
         codec = Codec(meaning_of(reader.schema).schema)

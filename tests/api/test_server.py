@@ -17,6 +17,7 @@ from tensordict import TensorDict
 import expstore
 from expstore.cli.app import run
 from expstore.wire.stream import END
+from tests.support.arrow_bodies import ACCEPT_ARROW
 from tests.support.batches import numbered_rows
 from tests.support.servers import process, serving
 from tests.support.stores import build_store
@@ -156,7 +157,8 @@ def test_a_stream_without_an_end_keeps_no_server(tmp_path: Path) -> None:
     build_store(tmp_path / "run.exp", numbered_rows(10, key="x"))
     with serving(tmp_path, "--shutdown-seconds", 1000) as (child, facts):
         with httpx.Client(base_url=facts["listening"], timeout=PATIENCE) as client:
-            with client.stream("POST", "/v1/stores/run/sample/stream", json={"batch_size": 4}) as endless:
+            path, asked = "/v1/stores/run/sample/stream", {"batch_size": 4}
+            with client.stream("POST", path, json=asked, headers=ACCEPT_ARROW) as endless:
                 parts = endless.iter_raw()
                 last = next(parts)
                 child.send_signal(signal.SIGTERM)

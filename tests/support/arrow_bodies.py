@@ -12,10 +12,12 @@ from tensordict import TensorDict
 from expstore.wire.codec import Codec, Encoder, meaning_of
 from expstore.wire.stream import write_stream
 
-__all__ = ["ARROW", "batch_of", "body_of", "post_rows", "rows_of"]
+__all__ = ["ACCEPT_ARROW", "ARROW", "batch_of", "body_of", "post_rows", "rows_of"]
 
 #: The header of a request whose body is an Arrow stream.
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
+#: The header of a request that wants an Arrow stream as its answer.
+ACCEPT_ARROW = {"Accept": "application/vnd.apache.arrow.stream"}
 
 
 def batch_of(count: int, first: int = 0) -> TensorDict:

@@ -1,0 +1,63 @@
+"""Deletion of a store's folder: once it has its last name, no crash brings it back.
+
+Used by `expstore.api.stores`. A folder is first renamed to a name that no store has, and then removed. What a
+crash leaves of it is removed when a server of the same folder starts.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from pathlib import Path
+
+from expstore.disk.files import Disk
+from expstore.disk.writer_lock import WriterLock
+from expstore.errors import StorageError
+from expstore.storages.format.paths import LOCK
+
+__all__ = ["remove_folder", "remove_leftovers", "rename_for_deletion"]
+
+_log = logging.getLogger("expstore.api")
+#: Names of stores begin with a letter or a digit, so none of these is served.
+_DELETED = re.compile(r"\.expstore-deleted-[0-9a-f]{32}")
+
+
+def rename_for_deletion(disk: Disk, path: Path) -> Path:
+    """Rename a store's folder, so that it is gone for every process that opens it later.
+
+    Args:
+        disk: Where files are touched.
+        path: The folder.
+
+    Returns:
+        Where its files are now: pass it to `remove_folder`.
+
+    Raises:
+        LockedError: Another process writes to the store.
+        StorageError: It cannot be renamed.
+    """
+    lock = WriterLock(disk, path / LOCK)
+    try:
+        deleted = path.with_name(f".expstore-deleted-{uuid.uuid4().hex}")
+        disk.rename(path, deleted)
+        disk.sync_dir(path.parent)
+    finally:
+        lock.release()
+    return deleted
+
+
+def remove_folder(disk: Disk, deleted: Path) -> None:
+    """Remove what `rename_for_deletion` returned; a failure is logged, and the next start tries again."""
+    try:
+        disk.remove_tree(deleted)
+    except StorageError as exc:
+        _log.warning("files of a deleted store remain until the next start: %s", exc)
+
+
+def remove_leftovers(disk: Disk, root: Path) -> None:
+    """Remove what deletions that a crash stopped have left in a folder of stores."""
+    for name in disk.names(root):
+        path = root / name
+        if _DELETED.fullmatch(name) and disk.is_dir(path) and not disk.is_link(path):
+            remove_folder(disk, path)
