@@ -163,7 +163,7 @@ class Sampling(StorePart):
                 storage.lock.acquire()
             try:
                 if chosen is None:
-                    chosen = self.sampler.select(storage, size, generator)
+                    chosen = self.sampler.sample(storage, size, generator)
                 else:
                     chosen = self.sampler.sample_again(storage, chosen.anchors or chosen, generator)
                 rows = chosen if self.unit is None else self.unit.select(chosen, storage)

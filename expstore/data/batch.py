@@ -513,15 +513,21 @@ class Builder:
 
     def _fill_groups(self, columns: Iterable[Array], size: torch.Size) -> list[dict[str, Any]]:
         """Return the tensors of each group by name."""
+        groups: list[dict[str, Any]] = []
         if self._tensors is not None:
             tensors = list(map(torch.from_numpy, columns))
-            return [{name: tensors[place] for name, place in group} for group in self._tensors]
-        groups: list[dict[str, Any]] = [{} for _ in range(len(self._parents) + 1)]
-        for (group, name, special, arrow), column in zip(self._leaves, columns, strict=True):
+            for fields in self._tensors:
+                group: dict[str, Any] = {}
+                for name, place in fields:
+                    group[name] = tensors[place]
+                groups.append(group)
+            return groups
+        groups = [{} for _ in range(len(self._parents) + 1)]
+        for (number, name, special, arrow), column in zip(self._leaves, columns, strict=True):
             if special:
-                groups[group][name] = _special(special, arrow, column, size)
+                groups[number][name] = _special(special, arrow, column, size)
             else:
-                groups[group][name] = torch.from_numpy(column)
+                groups[number][name] = torch.from_numpy(column)
         return groups
 
     def nest(self, columns: Iterable[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class StoreSnapshots(ContentAccess):
         store: Store,
         *,
         check: Callable[[], None],
-        convert: Callable[[ContentLike], ContentLike],
+        convert: Callable[[ContentLike], ContentLike] | None = None,
         updates: Updates,
         reopen: Callable[[Callable[[], None]], None],
     ) -> None:

@@ -460,7 +460,7 @@ def test_what_is_no_expression_over_a_row_is_refused_by_name(text: str, why: str
         (
             "kind = 1 AND nothing > 2",
             None,
-            r"nothing.*fields number, kind, next.reward.*_step.*episode.return",
+            r"nothing.*fields are number, kind, next.reward.*_step.*episode.return",
         ),
         ("next.rewards > 2", None, "next.reward"),
         ("kind", None, "where= takes a boolean expression.*BIGINT"),
