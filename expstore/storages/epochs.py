@@ -1,6 +1,6 @@
-"""Numbers that move when what was derived from a storage's rows must be derived anew.
+"""Counters that tell when data derived from a storage's rows is stale.
 
-Used by storages; indices, samplers and filters compare the numbers that they have seen.
+Used by storages. Indices, samplers and filters compare the counters with the values that they have seen.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["Epochs", "ViewVersion"]
 
 
 class ViewVersion(NamedTuple):
-    """Which rows, and which fields of them, a storage has: equal versions have the same ones.
+    """Which rows and fields a storage has: equal versions have the same rows and fields.
 
-    Rows that are appended, and those that leave a ring by age, move the window alone.
+    Appended rows, and rows that leave a ring by age, change only the window.
 
     Args:
-        content: As `Epochs.content`.
-        deleted: As `Epochs.deleted`.
-        fields: As `Epochs.fields`.
-        changes: Moves, twice, when rows are changed in place; odd meanwhile.
+        content: See `Epochs.content`.
+        deleted: See `Epochs.deleted`.
+        fields: See `Epochs.fields`.
+        changes: Incremented when a change of rows in place begins and when it ends; odd meanwhile.
     """
 
     content: int
@@ -31,10 +31,10 @@ class ViewVersion(NamedTuple):
 
 
 class Epochs:
-    """Count what happens to rows and fields other than by appending and by age.
+    """Count changes of rows and fields other than appending and eviction by age.
 
-    Threads: the storage's lock is held while a number moves, but for `note_deleted` of a follower; any
-    number read. Crashes: nothing is kept.
+    Threads: the storage's lock is held while a counter is incremented, except for `note_deleted` of a
+    follower; any number read. Crashes: nothing is stored.
 
     Example:
         >>> epochs = Epochs()
@@ -48,15 +48,18 @@ class Epochs:
     __slots__ = ("content", "deleted", "fields")
 
     def __init__(self) -> None:
-        #: Moves when ids may name other rows than before: a snapshot is restored, a journal is read again.
+        #: Incremented when ids may name other rows than before: after a restore, or when a journal is read
+        #: again.
         self.content = 0
-        #: Moves when rows leave other than by age (delete, clear, restore), or must all be looked at anew.
+        #: Incremented when rows are removed other than by age (delete, clear, restore), or must all be read
+        #: again.
         self.deleted = 0
-        #: Moves, twice, when fields are added or dropped: their places are others then. Odd meanwhile.
+        #: Schema epoch: odd while a field is added or dropped. Positions of fields are valid for one even
+        #: value.
         self.fields = 0
 
     def note_deleted(self) -> None:
-        """Note that rows have left other than by age."""
+        """Note that rows were removed other than by age."""
         self.deleted += 1
 
     def note_content(self) -> None:
@@ -66,7 +69,7 @@ class Epochs:
 
     @contextmanager
     def changing_fields(self, changes: bool = True) -> Iterator[None]:
-        """Note that the places of fields change in this block, if they do."""
+        """Note that the positions of fields change in this block, if `changes` is set."""
         self.fields += changes
         try:
             yield

@@ -1,4 +1,4 @@
-"""What can be read of a store: the same for its writer, for a process that only reads, and for rows in RAM.
+"""Read access to a store: the same for its writer, for a process that only reads, and for rows in RAM.
 
 Samplers, SQL, transforms and exports are given a `ReadView`. `expstore.storages.base.Storage` adds writing.
 """
@@ -45,51 +45,51 @@ __all__ = ["ReadView", "closed_error", "keys_for", "unmoved"]
 
 _Found = TypeVar("_Found")
 
-#: Rows whose sizes are found by one read.
+#: Number of rows whose sizes are found by one read.
 _SOME_ROWS = 64
 
 
 class ReadView(ABC):
-    """Read rows under ever-growing ids, and know which of them can be read.
+    """Read rows by id, and know which ids are readable.
 
-    Readable are the last `capacity` committed ids, or all of them. Rows are gathered first, without a lock,
-    and validated afterwards (`intact`): a row that was overwritten meanwhile may come out torn.
+    Readable are the last `capacity` committed ids, or all of them. Rows are copied without a lock, and
+    validated afterwards (`intact`): a row that was overwritten meanwhile may be torn.
 
-    Threads: any number read without a lock; take `lock` for a consistent state. Processes: one
-    writes to a store, any number read it. Crashes: a view loses nothing.
+    Threads: any number read without a lock; take `lock` for a consistent state. Processes: one process writes
+    to a store, any number read it. Crashes: a view loses nothing.
 
     Args:
-        description: What the storage is.
-        disk: Where files are touched.
+        description: The description of the storage.
+        disk: The disk on which files are accessed.
         path: The store's folder; None: rows are in RAM.
-        index_path: Where the index of SQL is kept; None: in memory.
+        index_path: The file of the SQL index; None: in memory.
     """
 
     kind = "abstract"
     #: Whether another process writes the rows, which no lock of this object stops.
     follows = False
-    #: What rows may be, and how they are put together.
+    #: Which rows are allowed, and how they are assembled.
     row_traits = RowTraits()
-    #: Where rows are handed out, though they lie in host memory; None: CPU.
+    #: The device on which rows are returned, though they are stored in host memory; None: CPU.
     device: torch.device | None = None
     #: The store's folder; None: rows are in RAM.
     path: Path | None
-    #: What the storage is; replaced as a whole.
+    #: The description of the storage; replaced as a whole.
     description: Description
-    #: How ids, slots and indices correspond. This and the next three are read for every batch: they are those
-    #: of the description, and change with it.
+    #: How ids, slots and indices correspond. This and the next three attributes are copied from the
+    #: description, because they are read for every batch.
     geometry: RingGeometry
-    #: The fields; None: no rows have come yet.
+    #: The fields; None: no rows were written yet.
     schema: Schema | None
-    #: Which fields say what a row is to its episode.
+    #: The fields that mark trajectories, ends and rewards.
     keys: Keys
-    #: By what rows are ranked, of which only the best stay; None: the newest stay.
+    #: How rows are ranked, if only the best are kept; None: the newest are kept.
     ranking: Ranking | None
     #: Which rows were changed in place.
     changes: Changes
-    #: The number of the next batch, and what else a restart needs to draw the same ones.
+    #: The number of the next batch, and the other state that a restart needs to draw the same batches.
     draws: DrawState
-    #: What expstore.json says; None: rows are in RAM.
+    #: The contents of expstore.json; None: rows are in RAM.
     manifest: Manifest | None = None
 
     def __init__(
@@ -107,13 +107,13 @@ class ReadView(ABC):
         #: Held by the thread that writes.
         self.lock = self.locks.storage
         self.counters = Counters()
-        #: Numbers that move when what was derived from rows must be derived anew.
+        #: Counters that tell when data derived from rows is stale.
         self.epochs = Epochs()
-        #: The steps of episodes that can be read.
+        #: The readable steps of episodes.
         self.runs = Runs(self)
-        #: Who must hear of another content.
+        #: Objects that are told when the content is replaced.
         self.holders = Holders()
-        #: Where the index of SQL is, and who keeps it.
+        #: The link to the SQL index.
         self.index = IndexLink(index_path)
         self._closed = False
 
@@ -130,7 +130,7 @@ class ReadView(ABC):
     def _note_closed(self) -> None:
         self._closed = True
 
-    # -- what the storage is -----------------------------------------------------------------------
+    # -- description -------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int | None:
@@ -161,18 +161,18 @@ class ReadView(ABC):
         """Return the schema.
 
         Raises:
-            StateError: No rows have come yet.
+            StateError: No rows were written yet.
         """
         schema = self.schema
         if schema is None:
             raise StateError("the store has no fields yet", hint="extend() it first")
         return schema
 
-    # -- what can be read --------------------------------------------------------------------------
+    # -- readable rows -----------------------------------------------------------------------------
 
     @property
     def state(self) -> RowState:
-        """The rows of this moment; another object after a restore or a recovery."""
+        """The current state of the rows; a restore or a recovery replaces the object."""
         return self._state
 
     @property
@@ -182,7 +182,7 @@ class ReadView(ABC):
 
     @property
     def query_window(self) -> Window:
-        """The ids that SQL sees: those whose episodes are known, too."""
+        """The ids that SQL sees: readable rows whose episodes are known."""
         return self.window
 
     @property
@@ -204,7 +204,7 @@ class ReadView(ABC):
 
     @property
     def given_up(self) -> int:
-        """The newest id that was given up for other reasons than age."""
+        """The newest id that was removed for another reason than age."""
         return self._state.retired
 
     @property
@@ -222,11 +222,11 @@ class ReadView(ABC):
         """The priorities of the rows, by slot."""
         return self._state.priorities
 
-    # -- what has changed --------------------------------------------------------------------------
+    # -- changes -----------------------------------------------------------------------------------
 
     @property
     def version(self) -> ViewVersion:
-        """Which rows and fields there are: what was derived from equal versions holds for both."""
+        """The version of rows and fields: data derived from one version is valid for an equal one."""
         epochs = self.epochs
         return ViewVersion(epochs.content, epochs.deleted, epochs.fields, self.changes.number)
 
@@ -234,11 +234,11 @@ class ReadView(ABC):
 
     @abstractmethod
     def read(self, ids: IntArray, places: Sequence[int] | None = None) -> list[Array]:
-        """Copy rows out; ask `intact` afterwards whether none of them was overwritten meanwhile.
+        """Copy rows out. Call `intact` afterwards to check that none was overwritten meanwhile.
 
         Args:
             ids: Which rows. Shape `(n,)`.
-            places: Positions of the fields wanted; None: all.
+            places: Positions of the fields to read; None: all.
 
         Returns:
             One array per field. Shapes `(n, *row shape)`.
@@ -246,11 +246,12 @@ class ReadView(ABC):
 
     @abstractmethod
     def take(self, slots: IntArray, places: Sequence[int] | None) -> list[Array]:
-        """Copy rows out by slot, whatever rows these are; `read` is for ids.
+        """Copy rows out by slot, whichever rows the slots hold; use `read` for ids.
 
         Args:
             slots: Shape `(n,)`.
-            places: Of the columns, those of `ROW_FIELDS` behind the schema's; None: all of the schema.
+            places: Positions of the columns; those of `ROW_FIELDS` follow the schema's. None: all of the
+                schema.
 
         Returns:
             One array per column. Shapes `(n, *row shape)`.
@@ -258,7 +259,7 @@ class ReadView(ABC):
 
     @abstractmethod
     def intact(self, ids: IntArray) -> bool:
-        """Return whether no slot of these ids has been written to for a later row, or given to other rows."""
+        """Return whether no slot of these ids has been overwritten by a later row or given to other rows."""
 
     @abstractmethod
     def views(self, places: Sequence[int], first_id: int, count: int) -> list[list[Array]]:
@@ -269,14 +270,14 @@ class ReadView(ABC):
 
     @property
     def unviewed_places(self) -> frozenset[int]:
-        """Fields whose rows are unpacked or put together when they are read: viewing them costs a copy."""
+        """Fields whose rows are unpacked or assembled when they are read, so that viewing them copies."""
         return frozenset()
 
     def sizes_of(self, ids: IntArray) -> IntArray:
-        """Return how many bytes the fields without a fixed size take in some rows.
+        """Return the bytes of some rows in the fields without a fixed size.
 
         Args:
-            ids: Which rows; of one that has left it is 0. Shape `(n,)`.
+            ids: Which rows; 0 bytes for a row that has left. Shape `(n,)`.
 
         Returns:
             Shape `(n,)`, int64.
@@ -292,14 +293,14 @@ class ReadView(ABC):
     # -- rows as TorchRL's lists have them -----------------------------------------------------------
 
     def get(self, index: Any) -> Any:
-        """Read rows by index, put together as they came: TensorDicts, tensors, trees of them, objects.
+        """Read rows by index, in their original container: TensorDicts, tensors, trees of tensors, objects.
 
         Args:
             index: An integer for one row (of time, where `ndim` is larger than 1); a slice, integers, or a
                 mask for several.
 
         Returns:
-            One row, or as many as asked for; objects in a list.
+            One row, or as many as the index selects; objects in a list.
 
         Raises:
             NotFoundError: There is no such row.
@@ -313,7 +314,7 @@ class ReadView(ABC):
         return self.get(index)
 
     def contains(self, item: Any) -> Any:
-        """Return which indices rows can be read at.
+        """Return which indices can be read.
 
         Args:
             item: An integer, or a tensor of them; negative ones count from the end.
@@ -329,7 +330,7 @@ class ReadView(ABC):
         return bool(self.contains(item))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield row after row, in the order of their indices."""
+        """Yield the rows in the order of their indices."""
         from expstore.storages.indexing import rows_of
 
         return rows_of(self)
@@ -341,26 +342,26 @@ class ReadView(ABC):
         """Return the storage to write to.
 
         Raises:
-            StateError: It is closed, or nothing can be written here; the message says why.
+            StateError: The storage is closed, or cannot be written here; the message says why.
         """
 
     @property
     def can_write(self) -> bool:
-        """Whether the storage is open for writing and sound."""
+        """Whether the storage is open for writing and has not failed."""
         return False
 
     def drain(self) -> None:
-        """Write to the columns the rows that only a journal has, if they are written here."""
+        """Write the rows that only a journal has to the columns, if this object writes them."""
 
     def follow(self, *, priorities: bool = False) -> None:
-        """Take in what another process has written; does nothing where rows are written here.
+        """Take over what another process has written; does nothing in the writer.
 
         Args:
-            priorities: Whether priorities may have been set, too.
+            priorities: Whether to assume that priorities were set, too.
         """
 
     def archived(self) -> ReadView | None:
-        """Return where rows are that have left; None: nowhere."""
+        """Return the storage of rows that have left; None: there is no archive."""
         return None
 
     # -- life ----------------------------------------------------------------------------------------
@@ -377,32 +378,32 @@ class ReadView(ABC):
     # -- facts ---------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which store this is, and its last row: the rows are in its folder, for `dumps`."""
+        """Return the store's uuid and last id. The rows are in its folder and are saved by `dumps`."""
         return {"uuid": self.description.uuid, "last": self.window.last}
 
     @property
     def settings(self) -> ReadSettings:
-        """What is known of the rows besides their values."""
+        """The settings of the rows, such as their specs."""
         return ReadSettings(self)
 
     def more_stats(self) -> dict[str, Any]:
-        """Return what only this kind of storage has to say."""
+        """Return the statistics that only this kind of storage has."""
         return {}
 
 
 def keys_for(storage: ReadView, schema: Schema) -> Keys:
-    """Return which fields say what a row is to its episode, if rows have this schema."""
+    """Return the fields that mark trajectories, ends and rewards in rows of this schema."""
     return find_keys(schema) if storage.manifest is None else storage.manifest.find_keys(schema)
 
 
 def unmoved(storage: ReadView, act: Callable[[], _Found]) -> _Found:
-    """Return what an act finds, which reads fields by their places, while these do not change.
+    """Return the result of a function that reads fields by position, while positions do not change.
 
-    Where a field has come or gone meanwhile, whatever the act has found or raised is of no account: it is
-    asked again.
+    If a field was added or dropped meanwhile, the result or error of the function is discarded, and it is
+    called again.
 
     Args:
-        storage: Whose fields count.
+        storage: The storage whose fields are read.
         act: Changes nothing, or the same each time.
     """
     while True:
@@ -422,12 +423,12 @@ def unmoved(storage: ReadView, act: Callable[[], _Found]) -> _Found:
 
 
 def _forget(exc: BaseException | None) -> None:
-    """Free what an error holds: cursors of a query that would keep a file open."""
+    """Free the frames of an error: they may hold cursors of a query, which would keep a file open."""
     while exc is not None:
         traceback.clear_frames(exc.__traceback__)
         exc = exc.__cause__ or exc.__context__
 
 
 def closed_error() -> StateError:
-    """Return the error of a call to a storage that was closed."""
+    """Return the error of a call to a closed storage."""
     return StateError("the store is closed", hint="open it again with expstore.open()")

@@ -1,4 +1,4 @@
-"""Which rows a storage has at one moment, and all that is known of them but their values.
+"""The rows of a storage at one moment, and everything known about them except their values.
 
 Used by every storage. It touches no file, and takes no lock.
 """
@@ -24,11 +24,11 @@ __all__ = ["EpisodeList", "RowState"]
 
 
 class Recovered(Protocol):
-    """What `RowState` needs of what a journal says."""
+    """The parts of a recovered journal that `RowState` needs."""
 
     @property
     def retired(self) -> int:
-        """The newest id that left otherwise than by age."""
+        """The newest id that was removed for another reason than age."""
 
     @property
     def write_count(self) -> int:
@@ -36,11 +36,11 @@ class Recovered(Protocol):
 
     @property
     def content(self) -> tuple[int, int]:
-        """The position of the newest record that says something of rows."""
+        """The position of the newest record that concerns rows."""
 
     @property
     def index_floor(self) -> tuple[int, int]:
-        """The position below which an index must be built anew."""
+        """An index older than this position must be rebuilt."""
 
     @property
     def max_priority(self) -> float:
@@ -48,7 +48,7 @@ class Recovered(Protocol):
 
 
 class EpisodeList:
-    """What was noted about episodes that ended, in RAM.
+    """Entries of ended episodes, in RAM.
 
     Example:
         >>> log = EpisodeList()
@@ -63,7 +63,7 @@ class EpisodeList:
         self._entries = list(entries)
 
     def append(self, entries: Iterable[LogEntry]) -> None:
-        """Keep entries behind those that there are."""
+        """Append entries."""
         self._entries += entries
 
     def read(self) -> Iterator[LogEntry]:
@@ -72,10 +72,10 @@ class EpisodeList:
 
 
 class EpisodeNotes(Protocol):
-    """Where entries of ended episodes go: `EpisodeList`, or episodes.log."""
+    """Where entries of ended episodes are stored: `EpisodeList`, or episodes.log."""
 
     def append(self, entries: list[LogEntry]) -> None:
-        """Keep entries behind those that there are."""
+        """Append entries."""
 
     def read(self) -> Iterator[LogEntry]:
         """Return every entry in order."""
@@ -89,27 +89,27 @@ def _no_episodes() -> EpisodeTable:
 class RowState:
     """The rows of a storage: which ids can be read, their episodes, priorities, counts and keys.
 
-    A storage has one. Where its content becomes another (a snapshot is restored, a store is opened again, a
-    follower finds another writer) it gets a new one, by one assignment.
+    A storage has one such object. When its content is replaced (a snapshot is restored, a store is opened
+    again, a follower finds another writer), the object is replaced by one assignment.
 
     Invariants: `window.last` <= `horizon`; `retired` <= `window.low`.
 
-    Threads: the storage's lock is held by who changes it; window and episodes change together under its lock
-    of the episodes.
+    Threads: a thread that changes it holds the storage's lock; window and episodes change together under the
+    lock of the episodes.
 
     Args:
         window: The ids that can be read.
         horizon: The newest id whose slot may have been written to.
-        retired: The newest id that left otherwise than by age.
+        retired: The newest id that was removed for another reason than age.
         write_count: How many rows were ever written.
-        episodes: Of the rows.
-        log: What was noted about episodes that ended.
-        priorities: By slot.
-        write_keys: Under which idempotency keys rows were written.
-        sampled: How often each row was handed out; None: it is not counted.
-        draws: The next draw. An opening that follows an interruption keeps the object.
-        content: Position of the newest record that says something of rows: generation and LSN.
-        index_floor: An index of SQL that is older than this position must be built anew.
+        episodes: The episodes of the rows.
+        log: Entries of ended episodes.
+        priorities: Priorities by slot.
+        write_keys: The idempotency keys under which rows were written.
+        sampled: How often each row was sampled; None: uses are not counted.
+        draws: The next draw. An opening after an interruption keeps the object.
+        content: Position of the newest record that concerns rows: generation and LSN.
+        index_floor: A SQL index that is older than this position must be rebuilt.
     """
 
     window: Window = field(default_factory=lambda: Window(0, 0))
@@ -131,7 +131,7 @@ class RowState:
         return self.window.last
 
     def recover(self, found: Recovered, window: Window) -> None:
-        """Take over what the journal says of rows, episodes apart; `window` has those that can be read."""
+        """Adopt the journal's state of the rows, except the episodes; `window` holds the readable ids."""
         self.window, self.horizon, self.retired = window, window.last, found.retired
         self.write_count, self.content, self.index_floor = found.write_count, found.content, found.index_floor
         self.priorities.note_largest(found.max_priority)
@@ -141,12 +141,12 @@ class RowState:
         self.horizon = last
 
     def commit(self, last: int, count: int, capacity: int | None, position: tuple[int, int]) -> None:
-        """Let rows be read.
+        """Make rows readable.
 
         Args:
             last: The newest id.
             count: How many of the rows are new.
-            capacity: How many can be read at most; None: any number.
+            capacity: Most readable rows; None: unbounded.
             position: Generation and LSN of the record that commits them.
         """
         low = self.retired
@@ -157,36 +157,36 @@ class RowState:
         self.content = position
 
     def note_replaced(self, count: int) -> None:
-        """Count rows that were written in the places of others."""
+        """Count rows that replaced other rows."""
         self.write_count += count
 
     def retire(self, through: int) -> None:
-        """Give up the rows with ids <= `through`."""
+        """Remove the rows with ids <= `through`."""
         self.retired = max(self.retired, through)
         self.window = replace(self.window, low=max(self.window.low, self.retired))
 
     def delete(self, window: Window) -> None:
-        """Give up rows inside the window, of which this is left."""
+        """Remove rows inside the window; `window` holds the remaining ids."""
         self.retired = max(self.retired, window.low)
         self.window = window
 
     def forget(self, last: int) -> None:
-        """Give up all rows; the next id is `last` + 1."""
+        """Remove all rows; the next id is `last` + 1."""
         self.retired = self.horizon = last
         self.window = Window(last, last)
 
     def note_content(self, position: tuple[int, int]) -> None:
-        """Keep the position of the newest record that says something of rows."""
+        """Set the position of the newest record that concerns rows."""
         self.content = position
 
     def commit_rows(self, rows: Rows, capacity: int | None, position: tuple[int, int]) -> None:
-        """Let rows be read that are written: episodes, window and key follow their commit record.
+        """Make written rows readable: update episodes, window and key after the commit record.
 
-        The lock of the episodes is held.
+        The caller holds the lock of the episodes.
 
         Args:
-            rows: What it commits.
-            capacity: How many rows can be read at most; None: any number.
+            rows: The rows that the record commits.
+            capacity: Most readable rows; None: unbounded.
             position: Generation and LSN of the record.
         """
         entries = self.episodes.commit(
@@ -203,35 +203,35 @@ class RowState:
             self.note_key(rows, rows.key)
 
     def annotate(self, change: LogEntry | End | Resume, position: tuple[int, int]) -> None:
-        """Follow a record about episodes; the lock of the episodes is held.
+        """Apply a record about episodes. The caller holds the lock of the episodes.
 
         Args:
-            change: What it says.
+            change: The change in the record.
             position: Generation and LSN of the record.
         """
         self.log.append(self.episodes.apply(change, position[1]))
         self.note_content(position)
 
     def clear(self, last: int, position: tuple[int, int]) -> None:
-        """Give up all rows, and end all episodes; the next id is `last` + 1.
+        """Remove all rows, and end all episodes; the next id is `last` + 1.
 
-        The lock of the episodes is held.
+        The caller holds the lock of the episodes.
 
         Args:
-            last: The newest id that is given up.
-            position: Generation and LSN of the record that says so.
+            last: The newest id that is removed.
+            position: Generation and LSN of the record of this change.
         """
         self.log.append(self.episodes.end_episodes(position[1]))
         self.forget(last)
         self.note_content(position)
 
     def note_key(self, rows: Rows, key: WriteKey) -> None:
-        """Know the idempotency key of rows that were committed."""
+        """Note the idempotency key of rows that were committed."""
         self.write_keys.note(key, rows.first_id, rows.count, rows.time)
 
     def count_sampled(self, sampled: Sampled) -> None:
-        """Keep from now on how often each row is handed out."""
+        """Count from now on how often each row is sampled."""
         self.sampled = sampled
 
     def close(self) -> None:
-        """Close what is open; in RAM nothing is."""
+        """Close open files; in RAM there are no files."""

@@ -22,8 +22,7 @@ class Hold:
     """Keep rows unchanged until they are copied.
 
     Threads: one copies at a time, the next one waits; any number of writers may wait. Processes: a forked
-        child
-    never waits, because the copying thread does not exist there.
+    child never waits, because the copying thread does not exist there.
 
     Args:
         order: The lock order of the storage.

@@ -131,8 +131,7 @@ class Checksums(Checkpointed):
     """Maintain the sums of a store's blocks, on disk and in memory.
 
     Threads: one at a time, the thread that syncs or opens the store. Crashes: only entries of blocks touched
-        since
-    the last durable checkpoint may be lost, or may describe bytes that were lost. An opening sums those
+    since the last durable checkpoint may be lost, or may describe bytes that were lost. An opening sums those
     again.
 
     Args:
@@ -158,8 +157,7 @@ class Checksums(Checkpointed):
             except CorruptionError as exc:
                 if not new:
                     _logger.warning("%s; it is made anew", exc.message)
-                # The sums can be computed again from the columns; only the damage they would have revealed is
-                # lost.
+                # The sums can be computed again from the columns; the damage that they show is lost.
                 self._entries = no_entries(width)
                 self.file.truncate(0)
                 self.file.write(_header(width), 0)

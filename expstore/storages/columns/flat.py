@@ -289,7 +289,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
                 return
 
     def read(self, slot: int, count: int) -> Array:
-        """Copy a run of slots out of the files. Unlike a read of the map, this is safe with holes."""
+        """Copy a run of slots out of the files. Unlike the map, this is safe where there are holes."""
         parts = []
         for number, row, _, n in self._runs(slot, count):
             held = self.files[number] if self.files else None

@@ -277,7 +277,7 @@ class Memtable(RowsOver, Generic[_Pin]):
     recent rows first; after a writer was killed, recovery does.
 
     Threads: the writer adds rows, any thread drains and reads. Crashes: all rows in here are also in the
-        journal.
+    journal.
 
     Args:
         order: The lock order of the storage.

@@ -58,8 +58,7 @@ class Priorities:
     """The priority of every slot, and the largest priority, which new rows get.
 
     Threads: a caller that sets values holds the storage's lock; any number read. Crashes: nothing survives
-        the
-    process; `StoredPriorities` tells what must be written to a column.
+    the process; `StoredPriorities` tells what must be written to a column.
 
     Args:
         former: The priorities of the storage before it was opened again; its watchers are taken over.

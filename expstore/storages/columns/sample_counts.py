@@ -24,8 +24,8 @@ class Sampled:
     """Count in RAM.
 
     Threads: the caller holds the storage's `locks.sampled`. Processes: each process has its own counts.
-        Crashes:
-    nothing survives the process; `sample_counts_column.SampledColumn` also stores the counts on disk.
+    Crashes: nothing survives the process; `sample_counts_column.SampledColumn` also stores the counts on
+    disk.
 
     Args:
         size: Initial number of slots; the counts grow when rows need more.

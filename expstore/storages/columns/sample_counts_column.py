@@ -32,9 +32,8 @@ class SampledColumn(Sampled, Checkpointed):
     """Count in RAM and in a column, which is written before a batch is returned.
 
     Threads: as `Sampled`; a sync takes `touched` and `new_folders` without the lock. Processes: only the
-        store's
-    writer. Crashes: counts survive the process at once, and a power failure after the next sync. If the
-    process is killed in between, rows may have been counted that no caller received.
+    store's writer. Crashes: counts survive the process at once, and a power failure after the next sync. If
+    the process is killed in between, rows may have been counted that no caller received.
 
     Args:
         disk: The disk on which files are accessed.

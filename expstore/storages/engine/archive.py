@@ -330,8 +330,7 @@ class Archive:
         pending = meta.pop(_PENDING, None)
         known = former >= meta.get(_GENERATION, 0) and (pending is not None or self.through <= last)
         if known and self.through > window.low and not self._made:
-            # They belong to a batch that the ring never committed, or the ring was rolled back: it may change
-            # them yet.
+            # The ring never committed their batch, or was rolled back: it may still change these rows.
             self._give_up_from(window.low + 1)
         if former < meta.get(_GENERATION, 0) or self.through > last:
             raise StateError(

@@ -40,10 +40,9 @@ class Archiver:
     """Copy rows that leave a ring to its archive.
 
     Threads: one thread copies at a time while others write and read; a call of `extend` waits only for rows
-        whose
-    slots it needs. Crashes: a slot is reused only after its row is synced to the archive's disk, and each row
-    is archived once. Locks: the archive's lock is taken after the locks of a checkpoint and of the sample
-    counts, which are held while a store is opened again after a failure.
+    whose slots it needs. Crashes: a slot is reused only after its row is synced to the archive's disk, and
+    each row is archived once. Locks: the archive's lock is taken after the locks of a checkpoint and of the
+    sample counts, which are held while a store is opened again after a failure.
 
     Args:
         engine: The ring's engine.
@@ -249,9 +248,8 @@ class Archiver:
         keys, schema = engine.keys, engine.require_schema()
         for left in self._leaving(Window(wanted.low, through, wanted.gaps)):
             last = int(left.ids[-1])
-            sure = (
-                last <= engine.rows.window.low
-            )  # else the episode may continue in a batch that is being written
+            # Above that id, an episode may continue in a batch that is being written.
+            sure = last <= engine.rows.window.low
             archive.append(left, keys, schema, self._going_behind(last, behind), sure=sure)
         archive.pass_over(through)
 

@@ -105,13 +105,11 @@ class Checkpointer:
     """Run the checkpoints of one store.
 
     Invariants: a checkpoint record with LSN n is written only when the columns, checksums, counts,
-        priorities,
-    logs and keys on the disk hold everything that the records up to n say. n is never above the lowest pin. A
-    failed fsync is never retried (`Health`).
+    priorities, logs and keys on the disk hold everything that the records up to n say. n is never above the
+    lowest pin. A failed fsync is never retried (`Health`).
 
     Threads: any thread may call `run`; one checkpoint runs at a time. Crashes: a process that is killed at
-        any
-    point leaves the previous checkpoint or this one.
+    any point leaves the previous checkpoint or this one.
 
     Args:
         order: The lock order of the store.
@@ -271,8 +269,7 @@ class Checkpointer:
         with store.locks.episodes:
             store.append_record(Kind.MARK, mark.pack())
             lsn, after = journal.sequence, journal.sync_files()
-        # Sync all of them: if the record started a new segment, the end of the segment before must not be
-        # lost.
+        # Sync all: if the record started a new segment, the end of the segment before must not be lost.
         self.sync_journal(after, [journal.folder] if len(after) > 1 else [])
         for part in parts:
             part.completed(tidy=store.may_tidy())

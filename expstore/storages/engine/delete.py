@@ -1,8 +1,8 @@
-"""Delete episodes of a store without a capacity, and give their space back.
+"""Delete episodes of a store without a capacity, and free their disk space.
 
-A service of the store. `expstore.buffers.retention` says which rows are deleted; here is the order of the
-acts: first a record that survives a power cut says that they are gone, only then are the bytes given back, in
-place, so that nothing is moved and every id stays. It never chooses rows.
+A service of the store. `expstore.buffers.retention` decides which rows are deleted. This module fixes the
+order of the steps: first a durable record says that the rows are deleted, only then is their space freed, in
+place, so that nothing is moved and every id is kept.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PAGE = 4096
 class Deletion:
     """Delete whole episodes of a store.
 
-    Threads: others write and read meanwhile; who is reading rows that leave reads others in their place.
-    Crashes: a row is gone when a record on the disk says so, and no earlier; its space is given back after
-    that, or not at all if the process ends before, which costs space and nothing else.
+    Threads: other threads write and read meanwhile; a reader of deleted rows reads other rows instead.
+    Crashes: a row is deleted once a durable record says so, and not before. Its space is freed after that, or
+    not at all if the process ends before, which only wastes space.
 
     Args:
-        store: Whose episodes.
+        store: The store whose episodes are deleted.
     """
 
     __slots__ = ("_engine", "_store")
@@ -52,14 +52,14 @@ class Deletion:
 
     @property
     def policy(self) -> Retain | None:
-        """Which rows are to stay; None: all of them."""
+        """Which rows are kept; None: all of them."""
         kept = self._engine.manifest.retain
         return Retain(**kept) if kept else None
 
     def keep_policy(self, policy: Mapping[str, Any]) -> None:
-        """Keep which rows are to stay, as `expstore.core.retention_policy` writes it.
+        """Store which rows are kept, in the form of `expstore.core.retention_policy`.
 
-        It is on the disk when this returns.
+        The policy is durable when this returns.
 
         Raises:
             StateError: The store is a ring, closed, or cannot be written.
@@ -77,17 +77,17 @@ class Deletion:
                 engine.save(engine.manifest.replace(retain=dict(policy)))
 
     def columns_bytes(self) -> int:
-        """Return how much space the columns take on the disk."""
+        """Return the disk space of the columns, bytes."""
         disk, path = self._engine.disk, self._engine.path
         return disk.used(path / COLUMNS) + disk.used(path / SEGMENTS)
 
     def bytes_per_row(self) -> float:
-        """Return how much space a row takes in the columns; of packed fields what it takes on average."""
+        """Return the disk space of a row in the columns, bytes; for packed fields the average."""
         columns = self._engine.rows.columns
         return 1.0 if columns is None else columns.used_bytes(len(self._store))
 
     def rows_of(self, episodes: IntArray) -> Gaps:
-        """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
+        """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
         window, episodes_known = self._engine.rows.window, self._engine.rows.episodes
         with self._engine.locks.episodes:
             still_open = [entry.episode for entry in episodes_known.open_entries()]
@@ -97,21 +97,22 @@ class Deletion:
         return found.between(window.low, window.last)
 
     def delete(self, episodes: IntArray) -> GivenUp:
-        """Delete all rows of episodes that have ended, for good; their facts stay.
+        """Delete all rows of ended episodes for good; the facts about the episodes are kept.
 
         Args:
-            episodes: Their ids. Shape `(n,)`.
+            episodes: Ids of the episodes. Shape `(n,)`.
 
         Raises:
             StateError: The store is a ring, closed, or cannot be written.
-            StorageError: The disk failed. What it says of the rows is what the next opening finds.
+            StorageError: The disk failed. The next opening decides by what is on the disk whether the rows
+                exist.
         """
         store = self._store
         with store.lock:
             store.writer()
             if store.geometry.slots is not None:
                 raise StateError(f"{store.path} is a ring, whose rows leave by age")
-            store.hold.wait()  # a snapshot may lack them yet
+            store.hold.wait()  # a snapshot may still have to copy them
             going = self.rows_of(episodes)
             if not going:
                 return GivenUp()
@@ -121,12 +122,12 @@ class Deletion:
             return GivenUp(gone, rows - len(store), max(0, before - self.columns_bytes()))
 
     def delete_rows(self, going: Gaps) -> None:
-        """Delete rows of a store that grows, for good; see `delete`."""
+        """Delete rows of a growing store for good; see `delete`."""
         store, engine = self._store, self._engine
         with store.lock:
             store.writer()
             if engine.is_behind:
-                engine.checkpoint()  # else a power cut could have these ids given again
+                engine.checkpoint()  # else these ids could be reused after a power failure
             try:
                 dead, pages, pin = self._record(going)
             except BaseException:
@@ -141,10 +142,10 @@ class Deletion:
             engine.background.note()
 
     def _record(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
-        """Have it on the disk that rows are gone, then in memory.
+        """Record durably that rows are deleted, then remove them in memory.
 
         Returns:
-            All rows that have left, those around which bytes are to be given back, and what keeps
+            All rows that have left, the rows around which space is to be freed, and the pin that keeps
             checkpoints from covering the record until that is done.
         """
         engine, rows = self._engine, self._engine.rows
@@ -155,7 +156,7 @@ class Deletion:
             through = max(through, int(gaps.last[0]))
         rest = gaps.between(through, window.last)
         dead = gaps.joined(Gaps.of([(1, through)] if through else []))
-        # Whole pages of what has left before may have waited for neighbours.
+        # Pages of rows deleted earlier may become free only together with these rows.
         pages = dead.common(going.widened(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
         sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
@@ -163,9 +164,9 @@ class Deletion:
         # treat deleted rows as live.
         engine.shared.retire(max(rows.retired, through))
         manifest = engine.manifest.replace(gaps=rest)
-        if rest != window.gaps:  # after the record: an index that lacks it is built anew
+        if rest != window.gaps:  # after the record: an index without the record is rebuilt
             engine.save(manifest)
-        engine.shared.note_layout()  # followers look again; what they gather meanwhile is void
+        engine.shared.note_layout()  # followers look again; rows that they are gathering become invalid
         with engine.locks.episodes:
             self._store.epochs.note_deleted()
             rows.delete(replace(window, low=through, gaps=rest))
@@ -194,7 +195,7 @@ class Deletion:
     # -- space -----------------------------------------------------------------------------------
 
     def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
-        """Give back the space of rows that have left, about some; return the files changed in place."""
+        """Free the space of rows that have left, around `pages`; return the files changed in place."""
         rows = self._engine.rows
         if rows.columns is None:
             return set()
@@ -216,12 +217,12 @@ def _ids_of(fragments: IntArray) -> Gaps:
 
 
 def _live(gaps: Gaps, low: int, start: int, stop: int) -> bool:
-    """Return whether a row in slots `start` to `stop` - 1 of a store that grows can be read."""
+    """Return whether a row in slots `start` to `stop` - 1 of a growing store can be read."""
     first = max(start, low)
     return first < stop and gaps.upto(stop) - gaps.upto(first) < stop - first
 
 
 def _blocks_of(ids: Gaps) -> list[list[int]]:
-    """Return the blocks of slots in which rows lie: first one and the one behind, of each run."""
+    """Return the blocks of slots that hold rows: per run, the first block and the one after the last."""
     blocks = Gaps.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
     return [[first, last + 1] for first, last in blocks]

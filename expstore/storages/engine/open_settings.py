@@ -180,7 +180,7 @@ def _check_archive(
     place, own = Path(archive).resolve(), path.resolve()
     if place == own or own in place.parents or place in own.parents:
         raise StateError(
-            f"{place} and {own} lie in one another", hint="give archive= a path outside the store's folder"
+            f"{place} and {own} lie in one another", hint="give archive= a path next to the store"
         )
     if new and capacity is None:
         raise ValueError("archive= takes rows that leave: give a capacity, or leave archive out")

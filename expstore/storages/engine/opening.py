@@ -58,12 +58,12 @@ __all__ = ["Opened", "Opening", "explain_full_disk", "make_columns"]
 
 @dataclass(frozen=True)
 class Opened:
-    """What an opening has found and made.
+    """The result of an opening.
 
     Args:
-        store: What is open now.
-        manifest: What expstore.json says now.
-        first: Whether this process has handed out no rows of this content.
+        store: The open store.
+        manifest: The contents of expstore.json.
+        first: Whether this process has not returned rows of this content before.
         recovered: A line about what was recovered; None: the last writer had closed the store.
     """
 
@@ -76,12 +76,12 @@ class Opened:
 def make_columns(
     disk: Disk, path: Path, manifest: Manifest, schema: Schema, *, generation: int
 ) -> WritableColumns:
-    """Return the columns of a store, none of whose files are open yet.
+    """Return the columns of a store; no file is opened yet.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         path: The store's folder.
-        manifest: What expstore.json says.
+        manifest: The contents of expstore.json.
         schema: The fields.
         generation: The number of the opening.
     """
@@ -99,26 +99,26 @@ def make_columns(
 class Opening:
     """One opening of a store for writing.
 
-    It changes nothing that is in use: the storage takes over what `run` returns by one assignment. If `run`
-    fails, all that it has opened is closed again.
+    It changes nothing that is in use: the storage adopts the result of `run` by one assignment. If `run`
+    fails, everything that it has opened is closed again.
 
-    Crashes: the process may die between any two acts; the next opening finds the same rows. What recovery
-    accepts is on the disk before the new segment of the journal says that it is there.
+    Crashes: the process may die between any two steps; the next opening finds the same rows. What recovery
+    accepts is synced before the new segment of the journal refers to it.
 
     Args:
-        disk: Where files are touched.
+        disk: The disk on which files are accessed.
         path: The store's folder.
-        manifest: What expstore.json says.
+        manifest: The contents of expstore.json.
         shared: The control page STATE.
-        order: The storage's locks.
-        pool: Syncs files.
-        segment_bytes: The length of a segment of the journal.
-        counts: Whether to count how often rows are handed out.
+        order: The lock order of the storage.
+        pool: Threads that fsync.
+        segment_bytes: The length of a segment of the journal, bytes.
+        counts: Whether to count how often rows are sampled.
         may_tidy: Whether files may be removed or replaced: no snapshot is being copied.
-        counted: Called when rows were counted as handed out.
-        former: The rows as they were before: the session, who joins its episodes, who watches priorities, and
-            the next draw of the same content stay.
-        first: Whether this process has handed out no rows of this content.
+        counted: Called after rows were counted as sampled.
+        former: The rows before the opening. Taken over are the session, the joins of its episodes, the
+            watchers of priorities, and the next draw of the same content.
+        first: Whether this process has not returned rows of this content before.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Opening:
 
         Raises:
             CorruptionError: The store is damaged.
-            StorageError: The disk failed; the next opening finds the same.
+            StorageError: The disk failed; the next opening finds the store in the same state.
         """
         first = self._complete_swaps() or self._first
         former = self._manifest
@@ -180,7 +180,7 @@ class Opening:
                     self._load_priorities(past, priorities, columns)
                 if sampled is not None:
                     self._load_counts(past, rows, sampled)
-                if first or draws.replaced:  # otherwise only memory knows what was handed out
+                if first or draws.replaced:  # otherwise memory is newer than what was stored
                     draws = self._stored_draws(past)
                 cut = rows.episodes.end_local(now_us(), past.state.sequence) if first else []
                 log.append(cut)
@@ -188,7 +188,7 @@ class Opening:
             opened.callback(keys.close)
             sequence = past.state.sequence if past else 0
             manifest = former.replace(generation=former.generation + 1, gaps=rows.window.gaps)
-            if cut:  # the index has not heard of these ends
+            if cut:  # the index does not know that these episodes have ended
                 rows.note_content((manifest.generation, sequence + 1))
             if first:
                 rows.episodes.generation = manifest.generation
@@ -225,10 +225,10 @@ class Opening:
         recovered = describe_past(past, sum(entry.episode > 0 for entry in cut)) if past else None
         return Opened(store, manifest, first, recovered)
 
-    # -- what is there ---------------------------------------------------------------------------------
+    # -- reading the files -----------------------------------------------------------------------------
 
     def _complete_swaps(self) -> bool:
-        """Complete a restore or a change of fields that was left half done; return whether a restore was."""
+        """Complete a restore or a change of fields that was interrupted; return whether it was a restore."""
         restored = finish_load(self._disk, self._path)
         if finish_late(self._disk, self._path) or restored:
             self._manifest = Manifest.load(self._disk, self._path)
@@ -237,7 +237,7 @@ class Opening:
         return restored
 
     def _read_journal(self) -> Past | None:
-        """Read the journal; None: the store is new."""
+        """Read the journal; return None if the store is new."""
         folder = self._path / JOURNAL
         records = read_journal(self._disk, folder)
         if not records:
@@ -253,7 +253,7 @@ class Opening:
     def _empty_episodes(self, past: Past | None, *, first: bool) -> EpisodeTable:
         former = self._former.episodes
         generation = former.generation
-        if first:  # an opening that was killed has raised it without writing anything
+        if first:  # an opening that was killed may have raised it without writing anything
             generation = past.base["generation"] if past else self._manifest.generation
         table = EpisodeTable(generation=generation, session=former.session.id)
         if not first:
@@ -261,7 +261,7 @@ class Opening:
         return table
 
     def _open_columns(self) -> WritableColumns | None:
-        """Open the columns; None: there are no fields yet."""
+        """Open the columns; return None if there are no fields yet."""
         schema = self._manifest.schema
         if schema is None:
             return None
@@ -273,7 +273,7 @@ class Opening:
         return columns
 
     def _open_counts(self, columns: WritableColumns) -> SampledColumn | None:
-        """Open the column that counts how often rows were handed out; None: they are not counted."""
+        """Open the column of sample counts; return None if rows are not counted."""
         slots = self._manifest.geometry.slots
         if not has_sampled(self._disk, columns.folder):
             if not self._counts:
@@ -282,7 +282,7 @@ class Opening:
         return SampledColumn(self._disk, columns.folder, slots, changed=self._counted)
 
     def _open_keys(self, past: Past | None) -> KeyFile:
-        """Open the keys of rows that are there: from the file those a checkpoint covers, or their records."""
+        """Open the keys of existing rows: from the file if a checkpoint covers them, else from records."""
         covered = 0 if past is None else min(past.synced, past.state.last)
         keys = KeyFile(
             self._disk,
@@ -297,7 +297,7 @@ class Opening:
                 keys.note(publish.key, publish.first_id, publish.count, publish.time)
         return keys
 
-    # -- rows that records have -------------------------------------------------------------------------
+    # -- recovering rows --------------------------------------------------------------------------------
 
     def _recover_rows(self, past: Past, rows: RowState, columns: WritableColumns | None) -> list[LogEntry]:
         """Bring rows and columns to the state that the records describe.
@@ -321,7 +321,7 @@ class Opening:
         return entries
 
     def _is_whole(self, publish: Publish, columns: WritableColumns | None, synced: int) -> bool:
-        """Return whether all rows of a record are there; those that the record carries are written again."""
+        """Return whether all rows of a record exist; rows that the record contains are written again."""
         if columns is None:
             return False
         if publish.payload:
@@ -329,20 +329,21 @@ class Opening:
             return True
         written = self._manifest.geometry.runs(*publish.written)
         if self._same_boot:
-            columns.require(written)  # only the machine can lose a shard whose rows were published
-        # A checksum alone is not enough: older rows in the same slots may have the very same bytes.
+            columns.require(written)  # only a power failure can lose a shard whose rows were committed
+        # A matching checksum alone is not enough: older rows in the same slots may be byte-identical.
         if columns.lacks(*publish.written) or columns.checksum(*publish.written) != publish.checksum:
             return False
-        # The shard of their priorities may be lost, which have no checksum: they come from the record then.
+        # The priorities have no checksum, and their shard may be lost: then they are taken from the record.
         columns.ensure(max((slot + n for slot, _, n in written), default=0))
         return True
 
     def _write_rows(self, publish: Publish, columns: WritableColumns, synced: int) -> None:
-        """Write rows to the columns whose bytes the record carries."""
+        """Write the rows that a record contains to the columns."""
         runs = self._manifest.geometry.runs(publish.first_id, publish.count)
         parts = split_payload(columns, publish.payload, publish.count)
-        # Priorities are written first, times last: where these are there, so are priorities, perhaps newer
-        # ones. Ids alone would not do: after a power cut ids above the last durable row are given again.
+        # Priorities are written first, times last: if the times are there, the priorities are, too, perhaps
+        # newer ones. Compare times as well as ids: after a power failure ids above the last durable row are
+        # reused.
         ids, _, _, times, _ = columns.row_fields
         there = all(
             slot + n <= columns.ready
@@ -354,7 +355,7 @@ class Opening:
         columns.write_parts(runs, parts, priorities, synced=synced)
 
     def _redo(self, past: Past, columns: WritableColumns) -> None:
-        """Apply changes in place again."""
+        """Reapply the updates after the checkpoint."""
         geometry = self._manifest.geometry
 
         def times(ids: IntArray) -> IntArray:
@@ -385,13 +386,13 @@ class Opening:
         return episodes, steps
 
     def _drop_index(self, past: Past) -> None:
-        """Remove the index if it may hold what the journal has lost."""
+        """Remove the index if it may contain records that the journal has lost."""
         if past.cut or not (self._same_boot or past.clean):
             for name in ("index.duckdb", "index.duckdb.wal"):
                 self._disk.unlink(self._path / name)
 
     def _load_priorities(self, past: Past, priorities: StoredPriorities, columns: WritableColumns) -> None:
-        """Load the priorities; after a power cut those of rows after the checkpoint are those of records."""
+        """Load the priorities; after a power failure, records hold those of rows after the checkpoint."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
         values = np.ones(slots if slots is not None else max(4096, 2 * past.state.last), np.float32)
         column = columns.row_fields[-1]
@@ -401,37 +402,38 @@ class Opening:
             for publish in past.unsynced():
                 for slot, _, n in self._manifest.geometry.runs(*publish.written):
                     values[slot : slot + n] = publish.priority
-        # After a power cut the whole column is written again: which pages were lost is not known.
+        # After a power failure the whole column is written again, because it is unknown which pages were
+        # lost.
         priorities.load(values, dirty=not whole)
 
     def _load_counts(self, past: Past, rows: RowState, sampled: SampledColumn) -> None:
-        """Load how often rows were handed out; after a power cut those after the checkpoint begin at 0."""
+        """Load the sample counts; after a power failure, counts of rows after the checkpoint start at 0."""
         slots, whole = self._manifest.geometry.slots, self._same_boot or past.clean
         last = past.state.last
         newest = last if whole else min(last, past.synced)
         if newest > rows.window.low:
             sampled.require(newest if slots is None else min(newest, slots))
         before = max(past.synced, rows.window.low)
-        if not whole and last > before:  # the very rows that are written again: no others may differ
+        if not whole and last > before:  # exactly the rows that are written again: others must not change
             sampled.forget(self._manifest.geometry.runs(before + 1, last - before))
 
     def _stored_draws(self, past: Past) -> DrawState:
-        """Return where the draws were, as the journal and STATE have it."""
+        """Return the state of the draws in the journal and in STATE."""
         state = past.state
         numbers = state.draw, state.progress, state.limits, state.randomness
         draws = DrawState(*numbers, order=self._order, sink=self._shared)
         page = self._shared.page
         if self._same_boot and page.get("generation") >= past.base["generation"]:
-            # Otherwise it is of what a restore has replaced.
+            # Otherwise the page is from before a restore.
             draws.number = max(draws.number, page.get("draw"))
             draws.progress = page.get_progress() or draws.progress
             draws.limits = page.get("sampled"), page.get("limiter")
         return draws
 
-    # -- to the disk -------------------------------------------------------------------------------------
+    # -- syncing -----------------------------------------------------------------------------------------
 
     def _make_durable(self, past: Past | None, store: OpenStore) -> None:
-        """Bring what recovery accepted to the disk, before a new segment says that it is there."""
+        """Sync what recovery accepted, before a new segment refers to it."""
         columns = store.columns
         if columns is not None:
             columns.settle(store.last, store.last if past is None else past.synced)
@@ -445,11 +447,11 @@ class Opening:
         if columns is not None and past is not None and not past.clean:
             columns.synced()
             columns.completed(tidy=self._may_tidy)
-        if store.checksums is not None:  # a store that had none gets them, little by little
+        if store.checksums is not None:  # missing checksums are added, little by little
             store.checksums.note_changed(store.checksums.missing(self._readable_blocks(store)))
 
     def _rewrite(self, past: Past, store: OpenStore) -> tuple[set[File], set[Path]]:
-        """Write rows after the checkpoint once more; return the files and folders to be synced."""
+        """Write the rows after the checkpoint again; return the files and folders to be synced."""
         files: set[File] = set()
         folders: set[Path] = set()
         columns = store.columns
@@ -476,15 +478,16 @@ class Opening:
         return files, folders
 
     def _sum_unsettled(self, past: Past, store: OpenStore) -> File:
-        """Sum the blocks, as they are now, that the last writer may have changed after its last checkpoint.
+        """Sum again all blocks that the last writer may have changed after its last checkpoint.
 
-        Their entries may be lost, or speak of bytes that are: this is the whole rule for them.
+        The entries of these blocks may be lost, or may describe bytes that were lost. No other entries may
+        be.
         """
         columns, checksums = store.columns, store.checksums
         if columns is None or checksums is None:
             raise StateError("the store has no columns yet", hint="extend() it first")
         geometry = self._manifest.geometry
-        # Shards may be lost that the entries speak of.
+        # The entries may describe shards that were lost.
         limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in columns.flat.values()])
         touched = unsettled_blocks(
             past,
@@ -508,7 +511,7 @@ class Opening:
         return blocks_of(self._manifest.geometry.runs(window.low + 1, window.size))
 
     def _begin_generation(self, store: OpenStore, manifest: Manifest) -> None:
-        """Begin a segment of the journal, on the disk, and remove the former ones; then show it in STATE."""
+        """Start a durable segment of the journal, remove the former segments, then update STATE."""
         manifest.save(self._disk, self._path)
         journal = store.journal
         journal.start_segment(store.base_record(manifest.generation, opening=True))
@@ -518,7 +521,7 @@ class Opening:
         self._claim(store, manifest)
 
     def _claim(self, store: OpenStore, manifest: Manifest) -> None:
-        """Start the control page anew, when all that an opening does is done."""
+        """Initialize the control page, after everything else in the opening is done."""
         self._shared.claim(
             manifest.uuid,
             generation=manifest.generation,
@@ -532,7 +535,7 @@ class Opening:
 
 @contextlib.contextmanager
 def explain_full_disk(disk: Disk, path: Path, manifest: Manifest) -> Iterator[None]:
-    """Add to the error of a full disk how much space an opening takes."""
+    """Add the space that an opening needs to the error of a full disk."""
     try:
         yield
     except StorageError as exc:
@@ -543,7 +546,7 @@ def explain_full_disk(disk: Disk, path: Path, manifest: Manifest) -> Iterator[No
 
 
 def _opening_bytes(disk: Disk, path: Path, manifest: Manifest) -> int:
-    """Return about how many bytes an opening takes: expstore.json, a segment, rows after the checkpoint."""
+    """Return roughly how many bytes an opening needs: expstore.json, a segment, rows after the checkpoint."""
     need = 4 * PAGE + 2 * disk.size(path / MANIFEST)
     records = read_journal(disk, path / JOURNAL)
     past = read_past(records, manifest.gaps) if records else None

@@ -133,8 +133,7 @@ def _before_fork() -> None:
     for departure in list(_open.values()):
         with contextlib.suppress(ExpStoreError):
             departure.drain()
-    # The child's interpreter forgets pending signals: without the mask it would survive one sent before the
-    # fork.
+    # Python in a child forgets pending signals: without the mask, it would survive one sent before the fork.
     _blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 

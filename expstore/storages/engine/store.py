@@ -330,8 +330,7 @@ class Store(Storage):
                 # Before the lock is released: no checkpoint may cover a record that memory lacks.
                 engine.health.note_interruption()
                 raise
-        # 6. Update the control page: other processes see the rows, or, if in the memtable, after it is
-        # drained.
+        # 6. Update the control page: other processes see the rows, those in the memtable after it is drained.
         engine.shared.publish(rows.last_id, sequence, drained=payload.in_columns)
         engine.background.note()
         if rows.count > ring.spare:

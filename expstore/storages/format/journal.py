@@ -314,8 +314,7 @@ class Journal:
             room: Bytes that the next record needs.
         """
         if self._older:
-            # Only removed segments may be missing: this name must be durable before the next segment's name
-            # can be.
+            # Only removed segments may be missing: sync this name before the next one can be durable.
             self._disk.sync_dir(self._folder)
         self._number += 1
         path = self._folder / f"{self._number:06d}"

@@ -37,7 +37,8 @@ __all__ = [
     "store_around",
 ]
 
-#: The format that is written. A library reads this format and those that `UPGRADES` can convert to it.
+#: The format that is written. A library reads this format, and those that `UPGRADES` can convert to
+#: it; it refuses all others.
 FORMAT = 1
 #: How older manifests are read: format -> function that converts the JSON to that of the next format. A
 #: change that raises `FORMAT` adds the step from the format before, and keeps a fixture of that format

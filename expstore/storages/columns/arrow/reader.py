@@ -149,7 +149,7 @@ class SegmentReader(Segments, FollowedPart):
             self._set_top(last)
 
     def take(self, ids: IntArray, numbers: Sequence[int]) -> list[pa.Array]:
-        """Copy rows out, as `Segments.take` does. Beside a writer, look for missing rows in the files first.
+        """Copy rows out, as `Segments.take` does. While a writer is active, look for missing rows first.
 
         Raises:
             CorruptionError: Rows are missing or damaged.

@@ -458,8 +458,7 @@ class PackedRows(Column, AppendedPart):
 
         Returns:
             For each row, how many rows before it the partner stores the same bytes; 0: the row is stored
-            here.
-            None: all rows are stored here. Shape `(n,)`.
+            here. None: all rows are stored here. Shape `(n,)`.
         """
         new = np.ones(chunks.size, bool)
         np.not_equal(chunks[1:], chunks[:-1], out=new[1:])
@@ -622,8 +621,7 @@ class PackedRows(Column, AppendedPart):
     ) -> int:
         scratch = np.empty(self.chunk_bytes, np.uint8)
         if self._take_rows is None:
-            # A reader loads the loop only once that is worth its cost of about a second; a writer loads it at
-            # once.
+            # Loading the loop takes about a second: a reader does so once it pays off, a writer at once.
             self._unpacked_slowly += len(where)
             if self._unpacked_slowly >= _WORTH_LOADING and self.packing.means.is_blosc:
                 self.warm()

@@ -43,9 +43,7 @@ class PackedReader(PackedRows, FollowedPart):
     def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
         super().__init__(disk, folder, entry, slots, packing, write=False)
         self._sources: list[Source] | None = None  # all that was found; None before the first look
-        self._open: dict[
-            tuple[int, int], tuple[File, Source]
-        ] = {}  # shards without final names: (lap, number)
+        self._open: dict[tuple[int, int], tuple[File, Source]] = {}  # unnamed shards, by lap and number
         self._none = np.ones(packing.chunks, bool)
         self._looked = False  # whether missing chunks were noted
         self._at = (0, 0)  # lap and number of the shard up to which everything was found

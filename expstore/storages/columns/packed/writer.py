@@ -49,8 +49,7 @@ class PackedColumn(PackedRows, WrittenPart):
     can be found again by opening the files; after a power failure, all synced rows.
 
     Crashes: a chunk's bytes are written to its shard before its rows are removed from `partial`. Rows that
-        the
-    last checkpoint depends on stay in `partial` until another checkpoint covers the chunk.
+    the last checkpoint depends on stay in `partial` until another checkpoint covers the chunk.
 
     Args:
         disk: The disk on which files are accessed.
@@ -68,8 +67,7 @@ class PackedColumn(PackedRows, WrittenPart):
         self._sources: list[Source] = []
         self._sources_new = False  # whether `settle` has not run since the files were opened
         self._scrap: list[Path] = []  # shards of rows that were never committed
-        #: For each row of the chunk that is not full, how many rows before it the partner has its bytes; 0:
-        #: none.
+        #: By row of the chunk that is not full, how many rows before it the partner has its bytes; 0: none.
         self._away = np.zeros(packing.rows, np.int64)
         self._former = 0  # length of the previous frame, bytes
         self._pack_chunks: Any = None
