@@ -595,8 +595,8 @@ def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
     """Return the spec of a stack of values, one of each spec; None if the specs are not equal.
 
     Raises:
-        RuntimeError: They are of different classes, dtypes, devices, or numbers of dims.
-        ValueError: There is none.
+        RuntimeError: The specs are of different classes, dtypes, devices, or numbers of dims.
+        ValueError: `specs` is empty.
     """
     if not specs:
         raise ValueError("Cannot stack an empty list of specs.")

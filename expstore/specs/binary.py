@@ -1,6 +1,6 @@
 """Specs of zeros and ones.
 
-Used by whoever describes flags and switches. Rows with a single one are OneHot's.
+Use them for flags and switches. For rows with a single one, use OneHot.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Specs of numbers between bounds.
 
-Used by whoever describes observations and actions. Bounds are closed: both ends belong to the space.
+Use them for observations and actions. Both bounds belong to the space.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class Bounded(LeafSpec):
     processes and crashes: see TensorSpec.
 
     Args:
-        low: The smallest value, of all elements or of each.
-        high: The largest.
-        shape: Of a value; that of the bounds by default.
-        device: Where values lie.
-        dtype: What a value is made of; torch's default dtype otherwise.
+        low: The smallest value: one number for all elements, or one for each element.
+        high: The largest value, given in the same way.
+        shape: Shape of a value; the shape of the bounds by default.
+        device: Device of the values.
+        dtype: Dtype of the values; torch's default dtype if not given.
         domain: "continuous" or "discrete".
 
     Raises:
-        RuntimeError: The shapes of bounds and values do not fit, or there is none.
-        ValueError: There is no number between some bounds, or a finite one is no number of the dtype.
-        TypeError: An argument that is none.
+        RuntimeError: The shapes of bounds and values do not fit, or no shape is known.
+        ValueError: Some bounds have no number between them, or the dtype cannot hold a finite bound.
+        TypeError: An argument is unknown, or a bound is missing.
 
     Example:
         >>> spec = Bounded(low=-1, high=torch.tensor([1.0, 2.0]))

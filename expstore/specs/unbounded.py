@@ -1,6 +1,6 @@
 """Specs of any numbers.
 
-Used by whoever describes what has no bounds. All that they say is shape, dtype and device.
+Use them for values without bounds. They describe only shape, dtype and device.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Unbounded(LeafSpec):
     the spec, too. Equal to a Bounded with those bounds. Threads, processes and crashes: see TensorSpec.
 
     Args:
-        shape: Of a value.
-        device: Where values lie.
-        dtype: What a value is made of; torch's default dtype otherwise.
+        shape: Shape of a value.
+        device: Device of the values.
+        dtype: Dtype of the values; torch's default dtype if not given.
         domain: "continuous" or "discrete".
 
     Raises:
-        TypeError: An argument that is none.
+        TypeError: An unknown argument is given.
 
     Example:
         >>> spec = Unbounded(shape=(2,))
