@@ -1,10 +1,11 @@
-"""Rows as Arrow record batches and back: what the HTTP layer and its client send one another.
+"""Convert rows to Arrow record batches and back: the HTTP layer and its client exchange them.
 
-A field is one column, named by its key's parts with dots between. A row of one value is a plain number; other
-shapes are Arrow's `fixed_shape_tensor`, the one extension type; complex64 has a last dim of two float32,
-bfloat16 is widened to float32. Rows without a fixed size have the type of their segments. What Arrow's types
-do not say stands in the schema's metadata under `expstore`, as JSON: key, dtype and shape of each field, and
-the batch size; whoever does not know it reads the rows all the same. It touches no files and no sockets.
+A field is one column; its name is the parts of its key, joined by dots. A row of one value is a plain number;
+other shapes are Arrow's `fixed_shape_tensor`, the only extension type used. complex64 has a last dim of two
+float32, bfloat16 is widened to float32. Variable-length rows have the type of their segments. The schema's
+metadata holds, under `expstore` as JSON, what Arrow's types do not express: key, dtype and shape of each
+field, and the batch size. Readers that ignore the metadata can still read the rows. This module touches no
+files and no sockets.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ _KINDS = 16
 
 @dataclass(frozen=True)
 class Coded:
-    """Say what the columns of a record batch are.
+    """Describe the columns of a record batch.
 
     Args:
         schema: The fields.
-        batch_size: Of the batch; () where nothing says so: as many rows as there are.
-        names: Of its dims.
+        batch_size: Batch size; () if the metadata has none: the number of rows then.
+        names: Names of the batch dims.
     """
 
     schema: Schema
@@ -564,7 +565,7 @@ def _type_of(entry: Field) -> Any:
 
 
 def _field_of(name: str, kind: Any) -> Field:
-    """Return the field that a column of somebody else's is."""
+    """Infer a field from an Arrow column that expstore did not write."""
     key: Key = tuple(name.split("."))
     shape: tuple[int, ...] = ()
     plain = kind

@@ -73,12 +73,12 @@ class FrameForm:
         """Return the message of a batch. Shape `(bytes,)`, uint8.
 
         Args:
-            columns: Its values, as Arrow holds them but for booleans. Shapes `(n, *row shape)`.
+            columns: The values in Arrow's layout, except booleans, one byte each. Shapes `(n, *row shape)`.
         """
         message = np.empty(self._size, np.uint8)
         message[: self._head.size] = self._head
         for end, begin in self._padding:
-            message[end:begin] = 0  # memory that was somebody else's goes to nobody
+            message[end:begin] = 0  # do not send old memory contents
         for (begin, end), column in zip(self._places, columns, strict=True):
             if column.dtype == np.bool_:  # one bit each in Arrow
                 message[begin:end] = np.packbits(column, bitorder="little")
@@ -91,12 +91,12 @@ def frame_of(schema: Any, memory: Array, body: int) -> Frame:
     """Return the record batch of a message.
 
     Args:
-        schema: Of the stream.
+        schema: Schema of the stream.
         memory: The message. uint8.
-        body: Where its body begins.
+        body: Offset of the message's body, in bytes.
 
     Raises:
-        ValueError, struct.error: The message is none, or holds no record batch.
+        ValueError, struct.error: The message is invalid, or holds no record batch.
     """
     metadata = memory.data[HEAD_BYTES:body]
     header = _header(metadata)
