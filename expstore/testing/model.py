@@ -133,7 +133,7 @@ class Model:
             del self.rows[id], self.priorities[id]
 
     def empty(self) -> None:
-        """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
+        """Forget all rows, which ends their episodes; the next id is the next multiple of the capacity."""
         self._end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity

@@ -135,7 +135,7 @@ class ChangeSuite(Declared):
             expect(life.rb[:].get("score") is None, "a field that has gone is still there")
 
     def test_a_closed_storage(self, tmp_path: Path) -> None:
-        """Nothing can be done with it any more; a second `close` is none."""
+        """A closed storage refuses reads and writes; a second `close` does nothing."""
         with self.life(tmp_path) as life:
             life.extend(5)
             rb, storage, batch = life.rb, life.storage, make_batch(life.model.live)
