@@ -97,7 +97,7 @@ class Imported:
 
 
 def no_progress(done: int, total: int) -> None:
-    """Be told how far something is; do nothing."""
+    """Ignore the progress: the default of `progress=`."""
 
 
 def ignore_notes(notes: Sequence[str]) -> None:
@@ -175,7 +175,7 @@ class DiskFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, as far as there are bytes; return how many."""
+        """Read bytes into a buffer until it is full or the file ends; return the number of bytes read."""
         view = memoryview(buffer).cast("B")
         data = self._file.read(self._place, len(view))
         view[: len(data)] = data
@@ -215,7 +215,7 @@ def open_to_read(path: Path) -> DiskFile:
     """Open a file that is only read.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: The file does not exist.
     """
     disk = ReadingDisk()
     if not disk.exists(path):

@@ -127,11 +127,11 @@ def exporting(
 
 
 class Tally:
-    """Count rows that are written, and tell how far that is.
+    """Count the rows that are written, and report the progress.
 
     Args:
-        rows: All that are asked for.
-        progress: Is told bytes done and bytes in all.
+        rows: All rows of the export.
+        progress: Called with the bytes done and the bytes in all.
     """
 
     def __init__(self, rows: Rows, progress: Progress) -> None:
@@ -139,7 +139,7 @@ class Tally:
         self.row_bytes, self._count, self._progress = mean_bytes(rows), rows.count, progress
 
     def add(self, piece: Piece) -> None:
-        """Be told of rows that are written."""
+        """Count a piece that was written, and report the progress."""
         self.written += piece.ids.size
         self._asked += piece.asked
         self._progress(self._asked * self.row_bytes, self._count * self.row_bytes)

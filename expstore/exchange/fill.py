@@ -99,8 +99,9 @@ class Filler:
 
         Args:
             schema: The fields.
-            specs: What values they may have, as stores keep it; "": nobody says.
-            above: More than the id of any episode to come, all of which keep theirs; None: they get new ones.
+            specs: Specs of the fields, as the JSON text that stores keep; "": unknown.
+            above: A number above every episode id of the import: episodes keep their ids; None: they get new
+                ids.
         """
         self._storage.prepare(schema, keys_for(self._storage, schema))
         if specs:
@@ -238,7 +239,7 @@ class Filler:
         return made, noted
 
     def _find(self, name: int, step: int, key: tuple[int, int | None]) -> tuple[_Going, bool]:
-        """Return the episode that a step goes on with, and whether it is one that begins."""
+        """Return the episode that a step belongs to, and whether it begins a new one."""
         going = self._going.get(name)
         if going is not None and going.follows == step and self._current.get(key) == going.number:
             return going, False
@@ -372,7 +373,7 @@ def _tupled(value: Any) -> Any:
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:
-    """Have episodes cut that nobody can go on with, as every opening does."""
+    """Open and close the store: every opening truncates open episodes that cannot be continued."""
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
     storage.index.use(catalog)

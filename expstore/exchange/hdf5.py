@@ -172,11 +172,11 @@ def import_hdf5(
 
 @contextmanager
 def reading_hdf5(path: Path) -> Iterator[Any]:
-    """Open an HDF5 file for reading, as h5py has it.
+    """Open an HDF5 file for reading; yield the h5py.File.
 
     Raises:
-        NotFoundError: There is none.
-        StorageError: It is no HDF5 file, or damaged.
+        NotFoundError: The file does not exist.
+        StorageError: It is not an HDF5 file, or is damaged.
     """
     h5py = required("h5py")
     with open_to_read(path) as raw:
@@ -299,7 +299,7 @@ def _differ(place: Any, names: Sequence[str]) -> bool:
 
 
 def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
-    """Return whether groups have actions each, and no array beside them has as many rows as one of them."""
+    """Return whether each group has actions, and no array outside the groups has as many rows as one has."""
     if not all(_ACTIONS & set(place[name]) for name in names):
         return False
     lengths = {

@@ -135,9 +135,10 @@ def _check_types(fields: Sequence[Field]) -> None:
 
 
 def _repetitive(schema: Any) -> list[str]:
-    """Return the paths of columns of texts, and of 8 bits, which Parquet keeps as 32 but for a dictionary.
+    """Return the paths of the columns to encode with a dictionary: texts and 8-bit integers.
 
-    Of floats there is none: it takes all values that are no numbers for one.
+    Without a dictionary, Parquet stores 8-bit integers as 32 bits. Floats are never encoded this way, because
+    a dictionary treats all NaNs as the same value.
     """
     is_a = pa.types
 
