@@ -48,10 +48,10 @@ Reduction = Literal["sum", "max", "min", "mean", "median"]
 
 
 class Writer(ABC):
-    """Place batches of rows.
+    """Choose where the rows of a batch are written.
 
-    A writer keeps nothing that rows, schema and settings of a storage do not say: it may be made anew at
-    any time, and goes on where it was.
+    A writer has no state beyond the rows, schema and settings of its storage: a new writer continues where
+    the last one stopped.
     """
 
     #: Whether samples say how many rows each place had before: `index_generation`.
@@ -61,25 +61,23 @@ class Writer(ABC):
     _storage: weakref.ref[ReadView] | None = None
 
     def register_storage(self, storage: ReadView) -> None:
-        """Be told over which storage a buffer uses this writer.
+        """Attach the writer to the storage of a buffer.
 
         Raises:
-            ValueError: It can do nothing there.
+            ValueError: The writer cannot be used with this storage.
         """
         self._storage = weakref.ref(storage)
 
     def generations_of(self, index: int | torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return how many rows had these places before the ones that are there; -1: there is none.
-
-        A writer that does not track generations says -1 of all.
+        """Return how many rows were at each index before the row that is there now.
 
         Args:
-            index: Which places, as `extend` returns them. Any shape; `(..., ndim)`, or a tuple of `ndim`
-                tensors, which are broadcast together, where that is larger than 1.
+            index: Indices, as `extend` returns them. Any shape. If `ndim` is larger than 1: `(..., ndim)`, or
+                a tuple of `ndim` tensors, which are broadcast together.
 
         Returns:
-            One number for each place, int64. Shape of `index`, without the last dim where `ndim` is larger
-            than 1.
+            One number for each index, int64; -1 if there is no row, or if the writer does not track
+            generations. Shape of `index`, without the last dim if `ndim` is larger than 1.
         """
         if isinstance(index, tuple):
             index = stack_index(index)
@@ -101,7 +99,7 @@ class Writer(ABC):
         """Raise an error if rows with these fields cannot be taken; asked before they are fixed."""
 
     def begin(self, storage: Storage) -> None:
-        """Be told that the first rows of a storage are about to come, which fix how it keeps them."""
+        """Prepare a storage for its first rows, which fix how it stores rows."""
 
     @abstractmethod
     def write(
