@@ -73,7 +73,7 @@ def fill(con: duckdb.DuckDBPyConnection, delta: Delta, meta: Mapping[str, str]) 
 
     Args:
         con: A connection that nothing else uses.
-        delta: All sources, episodes and rows.
+        delta: The whole content of the store.
         meta: Keys and their values as JSON texts.
     """
     made = {

@@ -251,7 +251,7 @@ class Conditions:
             needs: What `bind` returned.
             ids: Ids of the rows, ascending. Shape `(n,)`.
             columns: The fields and row columns that `needs` names. Shapes `(n, *row shape)`.
-            facts: An Arrow table with the columns `self.facts` of the rows' episodes, or None if it is empty.
+            facts: An Arrow table of the rows' episodes with `self.facts`; None if `self.facts` is empty.
             capacity: Capacity of the ring; None for an unbounded store.
 
         Returns:
@@ -406,7 +406,7 @@ class Formula(Conditions):
             needs: What `bind` returned.
             ids: Ids of the rows, ascending. Shape `(n,)`.
             columns: The fields and row columns that `needs` names. Shapes `(n, *row shape)`.
-            facts: An Arrow table with the columns `self.facts` of the rows' episodes, or None if it is empty.
+            facts: An Arrow table of the rows' episodes with `self.facts`; None if `self.facts` is empty.
             capacity: Capacity of the ring; None for an unbounded store.
 
         Returns:
