@@ -211,8 +211,8 @@ def rollback(con: duckdb.DuckDBPyConnection) -> None:
 def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[IntArray, pa.Table]:
     """Return the live rows of the changed episodes, and the live rows of the other episodes as a table.
 
-    For episodes that the delta does not name, the counts come from the index; without a connection there are
-    no other episodes.
+    A changed episode whose count is not in the delta keeps its count in the index, or has 0 without a
+    connection.
     """
     ids = np.asarray(delta.episodes["episode_id"], np.int64)
     said = np.asarray(delta.live["episode_id"], np.int64)

@@ -134,7 +134,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class ConditionLimits:
-    """Bound what one query of an expression may take; one query looks at up to 131,072 rows.
+    """Limit the resources of one query of an expression; one query reads up to 131,072 rows.
 
     Args:
         seconds: After which it is interrupted.
@@ -146,7 +146,7 @@ class ConditionLimits:
 
 
 class Conditions:
-    """Say which rows match `where`, and with which `weight`.
+    """Evaluate which rows match `where`, and their `weight`.
 
     Not locked: one thread asks at a time. A forked child makes its own database. Nothing is kept of rows.
 
@@ -379,7 +379,7 @@ def _deadline(cursor: duckdb.DuckDBPyConnection, limits: ConditionLimits) -> Ite
 
 
 class Formula(Conditions):
-    """Say what rows have in a field, by one SQL expression over a row and its episode.
+    """Compute the values of a field by one SQL expression over a row and its episode.
 
     Args:
         text: The expression.

@@ -374,7 +374,7 @@ class Index:
         if temp is not None:
             con.close()
             self._disk.sync_path(temp)
-        # Nobody may still have the old file: its last cursor, when it goes, removes the log by its name.
+        # No cursor may still have the old file open: its last cursor removes the log by name when it closes.
         with self._gate.alone():
             damage, self._damage = self._damage, "a new file could not take its place"
             self.position = (0, 0)

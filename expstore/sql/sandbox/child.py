@@ -243,7 +243,7 @@ def _fitting(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
 
 
 class _Sizes:
-    """Say how much memory is this process's alone."""
+    """Measure the memory that only this process uses."""
 
     def __init__(self) -> None:
         path = Path("/proc/self/statm")

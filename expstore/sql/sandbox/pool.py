@@ -162,7 +162,7 @@ class SqlWorker:
         Args:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
-            rows: Of the answer, if fewer are wanted than `limits.rows`.
+            rows: Rows of the answer, if fewer are wanted than `limits.rows`.
             size: Bytes of its rows, if fewer are wanted than `limits.bytes`.
 
         Raises:
@@ -328,7 +328,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Seats:
-    """Say who is where: children that wait for work, those at work, statements that wait for a child."""
+    """Hold the idle children, the busy children, and the number of statements that wait for a child."""
 
     idle: list[_Child] = field(default_factory=list)
     busy: set[_Child] = field(default_factory=set)
