@@ -18,7 +18,7 @@ __all__ = ["Binary"]
 
 
 class Binary(Categorical):
-    """Say that each element is zero or one.
+    """Spec whose elements are zero or one.
 
     The last dim cannot be indexed. Equal to a Categorical of two. Threads, processes and crashes: see
     Categorical.

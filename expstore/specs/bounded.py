@@ -25,7 +25,7 @@ _SHAPE = (
 
 
 class Bounded(LeafSpec):
-    """Say that each element is a number from `low` to `high`, both included.
+    """Spec whose elements are numbers from `low` to `high`, both included.
 
     Instances are of one of two classes: BoundedContinuous, or BoundedDiscrete where `domain` says so; the
     dtype decides if `domain` is not given. A bound may be infinite. NaN is never in the space. Threads,
@@ -128,7 +128,7 @@ class Bounded(LeafSpec):
         return math.inf
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it lies between its bounds.
+        """Return for each element whether it is between its bounds.
 
         Returns:
             bool. The shape of `val`.
@@ -182,7 +182,7 @@ class Bounded(LeafSpec):
 
 
 class BoundedContinuous(Bounded):
-    """Say that each element is any number from `low` to `high`. See Bounded.
+    """Spec whose elements are floating-point numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
@@ -202,7 +202,7 @@ class BoundedContinuous(Bounded):
 
 
 class BoundedDiscrete(Bounded):
-    """Say that each element is a whole number from `low` to `high`. See Bounded.
+    """Spec whose elements are integers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain

@@ -19,7 +19,7 @@ __all__ = ["Categorical", "OneHot"]
 
 
 class Categorical(LeafSpec):
-    """Say that each element is a number from 0 to n - 1.
+    """Spec whose elements are numbers from 0 to n - 1.
 
     A mask hides some of them: see `update_mask`. Threads may use one at once while none changes its mask;
     processes and crashes: see TensorSpec.
@@ -78,7 +78,7 @@ class Categorical(LeafSpec):
         return self._mask
 
     def set_provisional_n(self, n: int) -> None:
-        """Say how many choices there are for now, where it was not known. Changes this spec."""
+        """Set the number of choices for now, if it was unknown. Changes this spec."""
         self._provisional_n = as_count(n, "set_provisional_n: n")
 
     def update_mask(self, mask: Any) -> None:
@@ -136,7 +136,7 @@ class Categorical(LeafSpec):
         return draw_allowed(self.mask.expand(*size, self.n), generator).to(self.dtype)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it is a choice that is allowed.
+        """Return for each element whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val`.
@@ -235,7 +235,7 @@ class Categorical(LeafSpec):
 
 
 class OneHot(LeafSpec):
-    """Say that each row of n elements has a single one, and zeros elsewhere.
+    """Spec whose rows of n elements have a single one, and zeros elsewhere.
 
     The last dim is the row: it cannot be indexed or moved. Threads, processes and crashes: see Categorical.
 
@@ -340,7 +340,7 @@ class OneHot(LeafSpec):
         return torch.nn.functional.one_hot(choices, self.n).to(self.dtype)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each row whether it is a choice that is allowed.
+        """Return for each row whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val` without the last dim.

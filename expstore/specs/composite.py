@@ -187,7 +187,7 @@ class Composite(Lockable, BatchDims):
         Args:
             include_nested: Those of composites in it, too, before these themselves.
             leaves_only: Leave out those of composites.
-            is_leaf: Says of a spec's class whether it is a leaf; None: all but composites are.
+            is_leaf: Returns whether a class of specs is a leaf; None: all but composites are.
             step_mdp_static_only: Take composites that `step_mdp` leaves as they are for leaves.
         """
         return KeysView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)

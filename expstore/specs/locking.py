@@ -16,7 +16,7 @@ __all__ = ["Lockable"]
 class Lockable:
     """Lock a tree of specs as TensorDicts are locked.
 
-    Whoever is locked together with the one above it can only be unlocked from there. Threads: a lock
+    A spec that was locked together with its parent can only be unlocked through the parent. Threads: a lock
     protects from mistakes, not from other threads. Copies made by pickle are locked, too; clones are not.
 
     Example:
@@ -26,7 +26,7 @@ class Lockable:
     """
 
     _is_locked: bool = False
-    #: Those that have locked this one; they may have gone meanwhile.
+    #: Weak references to the composites that locked this one.
     _lockers: tuple[weakref.ref[Lockable], ...] = ()
 
     @abstractmethod

@@ -22,7 +22,7 @@ __all__ = ["MultiCategorical", "MultiOneHot"]
 
 
 class MultiCategorical(Categorical):
-    """Say of each element that it is a number from 0 to a number of its own.
+    """Spec whose elements are choices, each among its own number of options.
 
     A mask hides some of them, where the numbers differ along the last dim only: see `update_mask`. Threads,
     processes and crashes: see Categorical.
@@ -178,7 +178,7 @@ class MultiCategorical(Categorical):
         return made
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it is a choice that is allowed.
+        """Return for each element whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val`.
@@ -303,7 +303,7 @@ class MultiCategorical(Categorical):
 
 
 class MultiOneHot(OneHot):
-    """Say that each row is several rows, one behind another, each with a single one.
+    """Spec whose rows are several one-hot rows, concatenated.
 
     The last dim cannot be indexed or moved. Threads, processes and crashes: see Categorical.
 
@@ -399,7 +399,7 @@ class MultiOneHot(OneHot):
         return torch.cat(parts, -1)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each value whether all its rows are choices that are allowed.
+        """Return for each value whether all its rows are allowed choices.
 
         Returns:
             bool. The shape of `val` without the last dim.

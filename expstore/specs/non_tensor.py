@@ -26,13 +26,13 @@ __all__ = ["Choice", "NonTensor"]
 
 
 class NonTensor(LeafSpec):
-    """Say that a field holds objects.
+    """Spec of a field that holds objects.
 
     Threads, processes and crashes: see TensorSpec.
 
     Args:
         shape: Of a value.
-        device: Of the TensorDicts that objects lie in; None: none.
+        device: Device of the TensorDicts that hold the objects; None: no device.
         dtype: None; nothing is made of it.
         example_data: What `rand`, `zero` and `one` return.
         batched: One object for each element, not one for all of them.
@@ -166,7 +166,7 @@ class NonTensor(LeafSpec):
 
 
 class Choice(TensorSpec):
-    """Say that a value is in one of several specs, or is one of several objects.
+    """Spec of values that are in one of several specs, or are one of several objects.
 
     Threads, processes and crashes: see TensorSpec.
 

@@ -20,7 +20,7 @@ __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
 
 
 class Unbounded(LeafSpec):
-    """Say that each element is any number of a dtype.
+    """Spec whose elements are any numbers of a dtype.
 
     Instances are of one of two classes: UnboundedContinuous, or UnboundedDiscrete where `domain` says so; the
     dtype decides if `domain` is not given. `space` has the bounds of the dtype, but infinities and NaN are in
@@ -85,7 +85,7 @@ class Unbounded(LeafSpec):
         raise NotImplementedError("`cardinality` is not implemented for Unbounded specs.")
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say that each element is in the space.
+        """Return True for each element: all numbers are in the space.
 
         Returns:
             bool. The shape of `val`.
@@ -135,7 +135,7 @@ class Unbounded(LeafSpec):
 
 
 class UnboundedContinuous(Unbounded):
-    """Say that each element is any number of a dtype. See Unbounded.
+    """Spec whose elements are any floating-point numbers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedContinuous((2,)).domain
@@ -144,7 +144,7 @@ class UnboundedContinuous(Unbounded):
 
 
 class UnboundedDiscrete(Unbounded):
-    """Say that each element is any whole number of a dtype. See Unbounded.
+    """Spec whose elements are any integers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedDiscrete((2,)).dtype
