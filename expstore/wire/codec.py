@@ -82,11 +82,12 @@ def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schem
 
     Args:
         data: Rows; on any device.
-        known: Of the store that they are of: its fields without a fixed size are of its types, which not
-            every batch shows.
+        known: Schema of the store that the rows are from. It fixes the types of variable-length fields, which
+            a batch does not always show.
 
     Returns:
-        The fields, and a column each. Shapes `(n, *row shape)`; of rows without a fixed size pyarrow Arrays.
+        The fields, and one column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
+        fields.
 
     Raises:
         SchemaError: An entry cannot be sent.
@@ -519,8 +520,8 @@ def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
     """Return what the columns of a record batch are: by its metadata, or else by names and types.
 
     Args:
-        arrow_schema: The batch's.
-        known: Of rows that are to have just these fields; None: what they are is told.
+        arrow_schema: Schema of the batch.
+        known: The codec of the fields that the rows must have; None: the schema decides.
 
     Raises:
         SchemaError: A column is of a type that no field has, or not of the field's; or the metadata does not

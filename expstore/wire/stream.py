@@ -190,7 +190,7 @@ def _metadata_size(view: memoryview, at: int) -> int:
 
 
 def _check_message(message: Any) -> None:
-    """Raise SchemaError unless a message is a batch whose buffers lie there as they are."""
+    """Raise SchemaError unless a message is a batch with uncompressed buffers."""
     if message.type != "record batch":
         raise _bad(f"it holds a message of type {message.type!r}", "send plain columns, no dictionaries")
     try:
