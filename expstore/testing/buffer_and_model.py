@@ -1,4 +1,4 @@
-"""A buffer over a storage, and the model that is told of everything that is done to it.
+"""A buffer over a storage, and a model to which everything done to the buffer is applied as well.
 
 Used by the suite: acts go to both, and `look` holds one against the other. It keeps no files of its own.
 """

@@ -17,7 +17,7 @@ _STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Say what a collector knows of a row.
+    """Describe what a collector knows of a row.
 
     Args:
         trajectory: The collector's number, which it does not give again once the trajectory has ended.

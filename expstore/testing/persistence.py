@@ -1,4 +1,4 @@
-"""What outlives a handle, a process and a kill; what others see meanwhile; versions and copies.
+"""Tests of what survives closing, the end of a process and a kill; of followers, snapshots and copies.
 
 Part of the suite.
 """

@@ -75,7 +75,7 @@ class RingSuite(Declared):
             same(life.storage.geometry.slots, None, "the slots of a storage without bound")
 
     def test_single_rows(self, tmp_path: Path) -> None:
-        """Rows that come one by one are read at once, and with those that came in batches."""
+        """Rows added one by one can be read at once, together with rows added in batches."""
         with self.life(tmp_path, 7) as life:
             for _ in range(17):
                 life.add()
