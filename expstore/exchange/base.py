@@ -54,7 +54,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Say what was exported.
+    """Describe what was exported.
 
     Args:
         path: What was made.
@@ -77,7 +77,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Say what was imported.
+    """Describe what was imported.
 
     Args:
         path: The store.
@@ -133,12 +133,12 @@ def sync_tree(disk: Disk, folder: Path) -> None:
 
 
 class DiskFile(io.RawIOBase):
-    """Be a file of Python's for libraries that take one, over a `Disk`.
+    """A Python file object over a `Disk`, for libraries that take one.
 
     Threads: one. Crashes: a written one is a scrap until it is synced.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         path: The file.
         write: Make it; it is empty then.
     """
@@ -153,7 +153,7 @@ class DiskFile(io.RawIOBase):
             self._file.truncate(0)
 
     def readable(self) -> bool:
-        """Say that it can be read."""
+        """Return True: the file can be read."""
         return True
 
     def writable(self) -> bool:
@@ -161,7 +161,7 @@ class DiskFile(io.RawIOBase):
         return self._writes
 
     def seekable(self) -> bool:
-        """Say that any place can be gone to."""
+        """Return True: the file can seek."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:

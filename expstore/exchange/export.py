@@ -42,7 +42,7 @@ class Export:
         name: Of the format.
         rows: Which rows.
         target: What is made.
-        disk: Where files are touched.
+        disk: Access to the file system.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Export:
         Raises:
             StateError: The target is there, or would lie inside a store.
             NotFoundError: There is no folder for it.
-            LockedError: Somebody else makes it just now.
+            LockedError: Another process makes it at the same time.
         """
         check_target(self.disk, self.target)
         with making(self.disk, self.target, single=single) as aside:
@@ -73,7 +73,7 @@ class Export:
                 sync_tree(self.disk, aside)
 
     def done(self, written: int, *, episodes: int | None = None) -> Exported:
-        """Say what was exported.
+        """Return a description of what was exported.
 
         Args:
             written: How many rows.

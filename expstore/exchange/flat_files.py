@@ -197,7 +197,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Say which columns become which fields, and where the names of episodes stand."""
+    """Map columns to fields, and name the column of episode names."""
 
     columns: list[Column]
     fields: list[Field]
@@ -400,7 +400,7 @@ class _Cutter:
 
 
 def rows_differ(first: Array, second: Array) -> Array:
-    """Say which rows are not the same, byte by byte. Shape `(n,)`."""
+    """Return which rows differ, compared byte by byte. Shape `(n,)`."""
     if not len(first):
         return np.zeros(0, bool)
     raw = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (first, second)]

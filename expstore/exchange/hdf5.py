@@ -61,8 +61,8 @@ def export_hdf5(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
@@ -145,9 +145,9 @@ def import_hdf5(
         names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
             out.
         capacity: Most readable rows; None: unbounded, or as an exported store had it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.

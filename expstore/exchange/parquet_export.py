@@ -63,14 +63,14 @@ def export_parquet(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         StateError: The target is there, or would lie inside a store; or the store has no fields yet.
         NotFoundError: There is no folder for it; or no rows of these episodes are left.
         SchemaError: There is no such field, or it holds objects, or bears the name of one of the own columns.
-        LockedError: Somebody else exports to this target just now.
+        LockedError: Another export writes to this target.
         StorageError: The disk failed or is full; nothing is left of it.
 
     Example:

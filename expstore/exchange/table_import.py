@@ -74,16 +74,16 @@ def import_parquet(
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         NotFoundError: There is no such file, or no folder for the store.
         StorageError: A file cannot be read; or the disk failed or is full. Nothing is left.
         SchemaError: A column cannot be a field, not of this storage, or files have different ones.
         StateError: The target is there, or would lie inside a store.
-        LockedError: Somebody else makes this store just now.
+        LockedError: Another process makes this store at the same time.
 
     Example:
         >>> import_parquet("rows.parquet", "again.exp").rows
@@ -114,9 +114,9 @@ def import_arrow(
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         ExpStoreError: As `import_parquet`.

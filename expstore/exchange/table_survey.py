@@ -20,7 +20,7 @@ __all__ = ["Seen", "Survey"]
 
 @dataclass(slots=True)
 class Seen:
-    """Say what was found in a column.
+    """Describe the values found in a column.
 
     Args:
         lacks: A value, a list or an item is missing somewhere.

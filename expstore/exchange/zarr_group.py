@@ -96,7 +96,7 @@ class _Group:
     Threads: one. Crashes: what is written is a scrap until `finish` returned.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         folder: The group's.
         rows: What is to come.
     """
