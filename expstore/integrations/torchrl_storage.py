@@ -118,17 +118,17 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     # -- what torchrl's buffers, samplers and writers ask ----------------------------------------
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write rows where a writer's cursor stands, which is behind the newest; or change rows by index.
+        """Append rows at a writer's cursor, which follows the newest row; or change rows by index.
 
         Args:
             cursor: An integer, several, or a slice.
-            data: One row for one integer, otherwise as many.
-            set_cursor: False: change rows that are there; episodes stay as they are.
+            data: One row for one integer, otherwise one row for each index.
+            set_cursor: False: change existing rows, and leave episodes as they are.
 
         Raises:
-            SchemaError: The rows do not fit, or are not as many as the cursor says.
-            StateError: The cursor stands elsewhere; or the store is closed, or cannot be written here.
-            NotFoundError: There is no such row to change.
+            SchemaError: The rows do not fit, or their number differs from the number of indices.
+            StateError: The cursor does not follow the newest row; or the store is closed, or is read-only.
+            NotFoundError: A row to change does not exist.
         """
         with self.buffer.storage.locks.extend, self.buffer.storage.lock:
             kept = self.buffer.storage.writer()
@@ -198,7 +198,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         return len(self.buffer.storage)
 
     def contains(self, item: Any) -> Any:
-        """Say which indices rows can be read at."""
+        """Return the indices at which rows can be read."""
         return contains(self.buffer.storage, item)
 
     @property
@@ -272,15 +272,15 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     # -- the buffer over it ----------------------------------------------------------------------
 
     def align(self, buffer: Any) -> None:
-        """Have a buffer's writer take its cursor from the store, now and from now on.
+        """Make a buffer's writer read its cursor from the store from now on.
 
-        Buffers do so when they are made; a writer that is set later needs it.
+        Buffers do so when they are created; call it after setting another writer.
 
         Args:
             buffer: A torchrl `ReplayBuffer` over this storage.
 
         Raises:
-            ValueError: Its writer has no such cursor, or its sampler needs rows in other places.
+            ValueError: The buffer's writer has no such cursor, or its sampler needs rows at other indices.
         """
         writer, sampler = buffer._writer, buffer._sampler
         if isinstance(sampler, ConsumingSampler):
