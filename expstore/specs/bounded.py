@@ -182,7 +182,7 @@ class Bounded(LeafSpec):
 
 
 class BoundedContinuous(Bounded):
-    """Spec whose elements are floating-point numbers from `low` to `high`. See Bounded.
+    """Spec whose elements are any numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
@@ -202,7 +202,7 @@ class BoundedContinuous(Bounded):
 
 
 class BoundedDiscrete(Bounded):
-    """Spec whose elements are integers from `low` to `high`. See Bounded.
+    """Spec whose elements are whole numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain

@@ -273,7 +273,10 @@ class Choice(TensorSpec):
         return (fitting or made)[0]
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a value as an environment takes it; if `safe`, check first that it is in the spec."""
+        """Return a value as an environment takes it.
+
+        With `safe`, raise AssertionError if the value is not in the spec.
+        """
         if safe:
             self.assert_is_in(val)
         fitting = [one for one in self._choices if self._of_specs and one.is_in(val)]

@@ -135,7 +135,7 @@ class Unbounded(LeafSpec):
 
 
 class UnboundedContinuous(Unbounded):
-    """Spec whose elements are any floating-point numbers of a dtype. See Unbounded.
+    """Spec whose elements are any numbers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedContinuous((2,)).domain
@@ -144,7 +144,7 @@ class UnboundedContinuous(Unbounded):
 
 
 class UnboundedDiscrete(Unbounded):
-    """Spec whose elements are any integers of a dtype. See Unbounded.
+    """Spec whose elements are any whole numbers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedDiscrete((2,)).dtype
