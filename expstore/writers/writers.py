@@ -117,7 +117,7 @@ class Writer(ABC):
         Args:
             storage: The storage to write to; the caller holds its lock.
             columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-            steps: Lane, trajectory id and end of each row, as the collector gave them.
+            steps: Lanes, trajectory ids, ends and rewards of the rows, as the collector knows them.
             source: Name of the source, or None for the buffer's own.
             info: Notes about all episodes of the batch, as JSON text.
             key: The idempotency key of the batch; only passed to writers that keep keys.
