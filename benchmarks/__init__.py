@@ -1,4 +1,4 @@
-"""Measurements of expstore beside other replay buffers; see README.md.
+"""Benchmarks of expstore and other replay buffers; see README.md.
 
-Run as scripts. Nothing in the library imports this, and it never writes outside its own scratch folder.
+Run as scripts. The library does not import them, and they write only to their own scratch folder.
 """

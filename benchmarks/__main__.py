@@ -1,9 +1,9 @@
-"""All benchmarks in one run: figures, table and pictures; and what is done with those of a run.
+"""Run all benchmarks and write their figures, table and plots; embed or check the results of a run.
 
-`python -m benchmarks` runs everything, part by part, each in a process of its own and for no longer than it
-may; a part that fails is told and does not stop the others. `--resume` goes on with the newest run that was
-cut off. `embed` puts the newest whole run into `benchmarks/results` and the documents; `check` compares its
-ratios with those that are there.
+`python -m benchmarks` runs all parts, each in its own process and with a time limit. A part that fails is
+reported and does not stop the others. `--resume` continues the newest run that was interrupted. `embed`
+copies the newest complete run to `benchmarks/results` and the documents; `check` compares its ratios with
+those in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def finish(run: Run, parts: Sequence[Part], effort: str) -> int:
 
 
 def measure(wanted: argparse.Namespace) -> int:
-    """Run parts, go on with a run that was cut off, or begin one."""
+    """Run parts: begin a run, or continue one that was interrupted."""
     parts = [part for part in chosen(wanted.only) if wanted.effort != "smoke" or part.smoke is not None]
     run = Run.last(wanted.out, whole=False) if wanted.resume else None
     if wanted.resume and run is None:
@@ -192,7 +192,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     effort.add_argument("--quick", dest="effort", action="store_const", const="quick", help="rough numbers")
     effort.add_argument("--smoke", dest="effort", action="store_const", const="smoke", help="all once, tiny")
     parser.set_defaults(effort="full")
-    parser.add_argument("--resume", action="store_true", help="go on with the newest run that was cut off")
+    parser.add_argument("--resume", action="store_true", help="continue the newest interrupted run")
     parser.add_argument("--out", type=Path, default=OUT, help="where runs lie")
     parser.add_argument("--patience", type=float, default=1.0, help="times which parts may take as long")
     parser.add_argument("--frames", type=Path, default=OUT / "frames", help="where frames of games are kept")
@@ -210,7 +210,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what is asked; return the exit code."""
     wanted = _arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing that was started goes on
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that child processes are ended
     return {"run": measure, "embed": put, "check": check}[wanted.do](wanted)
 
 

@@ -1,7 +1,7 @@
-"""Other replay buffers, and ours, with the same few calls: each as its own documentation uses it.
+"""Give other replay buffers, and ours, the same few methods; each is used as its documentation says.
 
-Used by `peers.py` and `samplers.py`. Rows are made for a side beforehand, in the form that it takes. A side
-whose package is not installed is left out by whoever asks; nothing here is imported before that.
+Used by `peers.py` and `samplers.py`. The rows of each side are made beforehand, in the format that it takes.
+Callers leave out a side whose package is not installed; a package is imported only when its side is used.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Side:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """End what goes on in the background."""
+        """Finish work in the background."""
 
     def elsewhere(self) -> int:
         """Return the bytes of memory that its rows take in other processes."""

@@ -1,4 +1,4 @@
-"""Import of the Atari DQN data set, and the store beside the memory maps that TorchRL makes of it.
+"""Import the Atari DQN data set, and compare the store with the memory maps that TorchRL makes of it.
 
 Run as `python benchmarks/datasets.py`; exits 1 below a bar. The files are as Dopamine wrote them, with frames
 of real Atari games under a random policy. It needs the extra `bench`.
@@ -66,11 +66,11 @@ BARS = _bars()
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
         rows: Rows of the run that is imported.
-        checkpoints: Dumps of the ring in which they lie.
+        checkpoints: Number of checkpoints of the run that hold these rows.
         steps: Steps that are played in each of the 8 lanes of a game; they are repeated until there are
             enough rows. The default is that of `images.py`, which keeps the same frames.
         beside: Rows of TorchRL's memory maps.

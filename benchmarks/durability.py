@@ -79,7 +79,7 @@ class Durability:
         return expstore.open(self.folder / "run.exp", capacity=self.workload.rows, seed=0, **more)
 
     def _mode(self, mode: str) -> Iterator[Result]:
-        """Measure extend and add; the ring is filled by whoever comes first."""
+        """Measure extend and add; whichever runs first fills the ring."""
         with self._open(durability=mode) as rb:
             batches = iter(Stream(self.workload, 1000, pool=4))
             while len(rb) < self.workload.rows:

@@ -1,8 +1,8 @@
-"""What `where=` costs: batches beside those of a buffer without a filter, and the evaluations themselves.
+"""The cost of `where=`: batches with and without a filter, and the evaluations of the filter.
 
-Run as `python benchmarks/filters.py`; exits 1 below a bar. Both sides draw out of full rings on disk while a
-thread adds 1,000 rows a second, ten at a time; the evaluations in the background are in the clock of whoever
-draws then.
+Run as `python benchmarks/filters.py`; exits 1 below a bar. Both sides sample from full rings on disk while a
+thread adds 1,000 rows a second, ten at a time. A background evaluation counts in the time of the side that
+samples meanwhile.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How much two followers slow a writer: extend, quiet and beside them; exits 1 above the bar.
+"""How much two followers slow down a writer: extend with and without followers; exits 1 above the bar.
 
-Run as `python benchmarks/followers.py [--seconds 30]`. Followers sample and query without a pause, in
-processes of their own; the phases alternate. Three busy processes on two cores take time from one another
-whatever they do, so followers of another, closed store stand beside: they cost the processor the same and
-the writer's files nothing. The bar is on the difference that following makes.
+Run as `python benchmarks/followers.py [--seconds 30]`. Followers sample and query without a pause, each in
+its own process; the phases alternate. Three busy processes on two cores slow each other down whatever they
+do. So a third phase has two followers of another, closed store: they use as much CPU, but do not touch the
+writer's files. The bar applies to the ratio of the two phases with followers.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def extend_for(rb: Any, stream: Stream, seconds: float) -> list[float]:
 
 
 def results(series: dict[int, Series]) -> Iterator[Result]:
-    """Say what following costs beside what three busy processes cost one another."""
+    """Return the cost of following, relative to followers of another store that use as much CPU."""
     quiet, apart, beside = (series[phase] for phase in (QUIET, APART, BESIDE))
     cost, whole = beside.median / apart.median, beside.median / quiet.median
     text = f"{cost:.2f}x, all told {whole:.2f}x"

@@ -1,7 +1,8 @@
-"""How calls and openings change while a store grows from 10,000 to 10 million rows, beside TorchRL's.
+"""How the times of calls and openings change as a store grows from 10,000 to 10 million rows; also TorchRL's.
 
-Run as `python benchmarks/growth.py`; exits 1 below a bar. Rings are full at each size. TorchRL's slices are
-drawn with a row added before each, as ours, up to a million rows: above that a draw takes it long.
+Run as `python benchmarks/growth.py`; exits 1 below a bar. Rings are full at each size. Slices are drawn with
+a row added before each draw, on both sides. TorchRL's are drawn up to a million rows: above that one draw
+takes too long.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Growth:
         return Result(name, ratio, span(series[0]), span(series[1]), f"{ratio:.1f}x", note, data)
 
     def _together(self) -> Iterator[Result]:
-        """Set the largest size beside a hundredth of it; of openings tell the slowest."""
+        """Compare the largest size with a hundredth of it; report the slowest opening."""
         sizes = self.effort.sizes
         last, first = sizes[-1], sizes[max(0, len(sizes) - 3)]
         for act in ("sample", "extend", "sql", "slices"):

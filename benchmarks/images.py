@@ -1,7 +1,7 @@
-"""Packed images beside TorchRL's LazyMemmapStorage: what they take, how fast they are written and sampled.
+"""Packed images compared with TorchRL's LazyMemmapStorage: size on disk, speed of writing and sampling.
 
-Run as `python benchmarks/images.py`; exits 1 below a bar. Frames are those of real Atari games under a random
-policy, both observations of every row are stored and read, and both sides hold the very same rows.
+Run as `python benchmarks/images.py`; exits 1 below a bar. The frames are those of real Atari games under a
+random policy. Both observations of every row are stored and read, and both sides hold the same rows.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ BARS = _bars()
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        steps: Of each of the 8 lanes of a game: what a store takes is measured with all of them.
-        beside: Rows of the stores beside TorchRL's, and of those that are written to.
-        calls: In a block.
-        rounds: How many blocks each side has.
-        seconds: For which rows are written without a pause, and at the offered rate.
+        steps: Steps of each of the 8 lanes of a game. The size on disk is measured with all of them.
+        beside: Rows of the stores that are compared with TorchRL's, and of the stores that are written to.
+        calls: Calls in a block.
+        rounds: Blocks of each side.
+        seconds: Seconds during which rows are written without a pause, and at the offered rate.
     """
 
     steps: int = 12_500
@@ -136,7 +136,7 @@ def _draw(rb: Any, _: None) -> object:
 
 
 def _warmed() -> None:
-    """Wait for what a process does once, beside the first rows: it loads compiled loops."""
+    """Wait until the compiled loops are loaded, which a process does once in the background."""
     for thread in threading.enumerate():
         if thread.name == "expstore-warm":
             thread.join()
@@ -189,7 +189,7 @@ class Images:
             if self.wants(f"offered/{where}"):
                 yield self._offered(f"offered/{where}", where)
 
-    # -- beside TorchRL -------------------------------------------------------------------------------
+    # -- compared with TorchRL ------------------------------------------------------------------------
 
     def _beside(self, name: str, game: Play, stacked: int, lanes: int) -> Iterator[Result]:
         rows = Rows(game, stack=stacked, lanes=lanes)

@@ -1,9 +1,9 @@
-"""expstore beside other replay buffers, and beside what memory itself takes; exits 1 below a bar.
+"""expstore compared with other replay buffers and with plain memory copies; exits 1 below a bar.
 
 Run as `python benchmarks/peers.py --only locomotion` (or `atari`, `mixed`, `wide`). All sides hold the same
 rows and take turns in one process, each through its public buffer with its defaults. `index-select` and
-`memcpy` are no buffers: they gather rows, and copy as many bytes, from memory. Lists, Redis, Lance and
-stable-baselines3 hold fewer rows, as each costs them much; what they hold is told with each figure.
+`memcpy` are not buffers: they gather rows, and copy as many bytes, in memory. Lists, Redis, Lance and
+stable-baselines3 hold fewer rows, because rows are expensive for them; each figure states the number of rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.workloads import LOCOMOTION, MIXED, WIDE, Workload  # noqa: E402
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-#: Which of ours stands beside the others: what a user gets who asks for nothing, but for random bytes.
+#: Which of our sides is compared with the others: the one with default settings, except for random bytes.
 DEFAULTS = {
     "locomotion": "expstore-default",
     "atari": "expstore-flat",

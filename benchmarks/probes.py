@@ -50,7 +50,7 @@ class Probes:
         return self._ask(probe, arguments)
 
     def start(self, probe: str, **arguments: Any) -> int:
-        """Run a probe up to its first word and let it go on; return its process id."""
+        """Run a probe until its first message and leave it running; return its process id."""
         return int(self._ask(probe, arguments)["pid"])
 
     def kill(self, pid: int) -> None:
@@ -141,7 +141,7 @@ def write_on(say: Say, *, path: str, extend_rows: int, calls: int) -> None:
 
 
 def memory(say: Say, *, path: str, rows: int, extend_rows: int, batch_size: int) -> None:
-    """Fill a ring, go on for a tenth of it, sample all the while; say by how much RssAnon grew."""
+    """Fill a ring and then write a tenth of it again, while sampling; report the growth of RssAnon."""
     before = peak = rss_anon()
     calls = rows * 11 // 10 // extend_rows
     rb = expstore.open(path, capacity=rows, batch_size=batch_size)

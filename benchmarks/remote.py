@@ -1,7 +1,7 @@
-"""A served store on this machine: batches one by one and in a stream, rows in, beside Reverb's own client.
+"""A served store on this machine, compared with Reverb's client: single batches, streamed batches, writes.
 
-Run as `python benchmarks/remote.py`; exits 1 below a bar. The server is a process of its own; so is Reverb's,
-in an environment that has it: `--reverb PYTHON` names its interpreter, else it is left out.
+Run as `python benchmarks/remote.py`; exits 1 below a bar. The server runs in its own process. So does Reverb,
+in an environment that has it: `--reverb PYTHON` names its interpreter; without it Reverb is left out.
 """
 
 from __future__ import annotations

@@ -113,13 +113,13 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class Report:
-    """Print a table row by row, then what it was measured on; keep the figures.
+    """Print a table row by row, then the machine it was measured on; store the figures.
 
     Args:
-        bars: What results must reach, by name; those without one are told only.
+        bars: The bars of results, by name. A result without a bar is only reported.
         out: Prints a line.
-        other: What stands in the second column.
-        file: Where the figures go, anew after each row: whoever is cut off leaves what was measured.
+        other: Heading of the second column.
+        file: File of the figures, rewritten after each row, so that an interrupted part keeps its figures.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Report:
         self._write({}, whole=False)
 
     def skip(self, name: str, why: str) -> None:
-        """Say that somebody is left out, and what it takes to have them."""
+        """Print that a side is left out, and what it needs."""
         self._skipped[name] = why
         self._out(f"{name} is left out: {why}")
         self._write({}, whole=False)

@@ -114,10 +114,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def broken(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[str]:
-    """Say which ratios of a run are lower than those of another, by more than `slack` of them.
+    """Yield a line for each ratio of a run that is lower than that of another run by more than `slack` of it.
 
-    Only results count that compare us with somebody, and of these those that have a bar or that both runs
-    have; one that the new run lacks is named, too. Bars that the other run held must be held.
+    Only results that compare us with another side count, and only if they have a bar or are in both runs. A
+    result that the new run lacks is named, too. Bars that the other run met must be met.
     """
     found = {(row["part"], row["name"]): row for row in new["results"]}
     for row in old["results"]:
@@ -132,7 +132,7 @@ def broken(new: dict[str, Any], old: dict[str, Any], slack: float) -> Iterator[s
 
 
 def ratio(row: dict[str, Any]) -> float | None:
-    """Return how many times as long another took for the same call, or None where nobody stands beside."""
+    """Return how many times as long the other side took for the same call; None without another side."""
     sides = row["data"]
     others = [key for key, value in sides.items() if key != "expstore" and _timed(value)]
     if not _timed(sides.get("expstore")) or len(others) != 1:

@@ -1,4 +1,4 @@
-"""Prioritized sampling beside TorchRL's, and what it takes to open a store with a million priorities.
+"""Prioritized sampling compared with TorchRL's, and the time to open a store with a million priorities.
 
 Run as `python benchmarks/samplers.py`; exits 1 below a bar. Both sides draw a batch out of 1M rows on disk
 and set its priorities, through their public buffers with the same alpha and beta, taking turns. TorchRL's

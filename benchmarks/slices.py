@@ -1,8 +1,8 @@
-"""Slices beside TorchRL's, and what they cost in stores of every size and with interleaved lanes.
+"""Slices compared with TorchRL's, and their cost in stores of every size and with interleaved lanes.
 
 Run as `python benchmarks/slices.py`; exits 1 below a bar. Between two batches one row is added, outside the
-clock: that is what makes TorchRL look for trajectories anew. It is told which field names them, and draws
-from rows on disk as in memory.
+timed section: it makes TorchRL search for trajectories again. TorchRL is told which field names them, and
+draws from rows on disk and in memory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _ROWS = replace(LOCOMOTION, episode=EPISODE)
 
 @dataclass(frozen=True)
 class Effort:
-    """Say how much is done.
+    """Sizes of the benchmark.
 
     Args:
-        workload: What is drawn beside TorchRL.
-        sizes: Rows of the stores of which the index is asked.
+        workload: The rows that both sides draw from.
+        sizes: Rows of the stores whose index is queried.
         lane_rows: Rows of the stores with one lane and with many.
-        calls: In a block.
-        rounds: How many blocks each side has.
+        calls: Calls in a block.
+        rounds: Blocks of each side.
     """
 
     workload: Workload = _ROWS

@@ -1,7 +1,7 @@
-"""Versions beside TorchRL's dumps: what the first one costs, and the next one after 1000 more rows.
+"""Snapshots compared with TorchRL's dumps: the cost of the first one, and of the next after 1000 more rows.
 
 Run as `python benchmarks/snapshots.py`; exits 1 below a bar. Both sides dump the same kind of rows out of
-a full ring, in one process, taking turns; TorchRL's dumps promises nothing about crashes.
+a full ring, in one process, taking turns. TorchRL's dumps makes no guarantees about crashes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Snapshots:
             sides = (self._ours, self._theirs)
             for side in sides if number % 2 == 0 else reversed(sides):
                 self.pair.ours.flush()
-                os.sync()  # nobody works in another one's turn
+                os.sync()  # so that no side works during the turn of another
                 side(number)
         yield from self._results()
 

@@ -1,7 +1,7 @@
-"""What transforms cost that look at other steps: a batch with them beside one without.
+"""The cost of transforms that read other steps: a batch with them and a batch without.
 
 Run as `python benchmarks/steps.py`. All buffers of a kind draw from one full ring on disk, in turns.
-TorchRL's do this work when rows are written, or on slices: there is nothing alike to set beside.
+TorchRL's transforms do this work when rows are written, or on slices, so there is no comparison.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def _run_forked(part: Part, arguments: Sequence[str], log: Path) -> None:
 
 
 def _end(leader: int) -> None:
-    """Kill whoever is left of a session that was started here."""
+    """Kill the remaining processes of a session that was started here."""
     with suppress(ProcessLookupError):  # all of them are gone
         os.killpg(leader, signal.SIGKILL)
 

@@ -173,7 +173,7 @@ def _about(told: Told) -> Iterator[str]:
 
 
 def _busy(parts: list[dict[str, Any]]) -> Iterator[str]:
-    """Say whether the machine had other work; the part before leaves a load of its own threads."""
+    """Yield a warning if the machine had other work. The previous part's threads also cause some load."""
     before = [float(found[1]) for part in parts if (found := re.match(r"load ([\d.]+) before", part["load"]))]
     if count := sum(load > 3 for load in before):
         yield f"**Other programs were running beside {count} of {len(parts)} parts: figures mean little.**"

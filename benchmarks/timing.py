@@ -66,14 +66,14 @@ class Series:
 
 @dataclass(frozen=True)
 class Turn:
-    """Say what one side does when it is its turn.
+    """Describe one side's turn.
 
     Args:
-        act: The call that is timed; what it returns is thrown away inside the clock.
-        inputs: One for each call, made outside the clock.
-        calls: How many per block.
-        settle: Run before each block; nobody should work in another one's turn.
-        around: What goes on beside the block.
+        act: The call that is timed; its result is freed inside the timed section.
+        inputs: One input for each call, made outside the timed section.
+        calls: Number of calls per block.
+        settle: Run before each block, so that no side works during the turn of another.
+        around: What runs at the same time as the block.
     """
 
     act: Callable[[Any], object]

@@ -1,9 +1,9 @@
-"""Rows of tokens, of any length, in an Arrow store: how fast they are written, drawn, and found again.
+"""Variable-length rows of tokens in an Arrow store: speed of writing, sampling and opening.
 
 Run as `python benchmarks/tokens.py`; exits 1 below a bar. Lengths are 10 to 2000, tokens int32, Zipf over
-32,000 words. Beside it stands Lance (`pip install pylance`), which is left out where it is not installed.
-All take turns, with the same rows. Times are of the process's CPUs: a busy machine does not change them much;
-the wall clock stands beside. What one side does in the background may fall into another's turn.
+32,000 words. The other side is Lance (`pip install pylance`); it is left out if it is not installed. The
+sides take turns, with the same rows. Times are CPU times of the process, which a busy machine changes
+little; wall times are reported as well. Background work of one side may fall into another's turn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The writer that keeps the best rows beside TorchRL's, in full stores, on disk and in memory.
+"""The writer that keeps the best rows compared with TorchRL's, in full stores, on disk and in memory.
 
 Run as `python benchmarks/topk.py`; exits 1 below a bar. A call is an `extend` of 1000 rows, of which all are
 better than what is stored (a policy that improves), or one in a hundred (the rest of a long run).

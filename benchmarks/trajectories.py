@@ -1,8 +1,8 @@
-"""Questions about whole trajectories: SQL beside TorchRL's trajectory query, episodes beside Minari's.
+"""Queries of whole trajectories: SQL compared with TorchRL's trajectory query, episodes with Minari's.
 
 Run as `python benchmarks/trajectories.py`; exits 1 below a bar. All sides hold the same rows and give the
-same answers, which is checked before anything is timed. TorchRL looks at all rows for each question, and is
-asked few times.
+same answers, which is checked before anything is timed. TorchRL reads all rows for each query, so its queries
+are repeated only a few times.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def minari_of(batch: Any, count: int, folder: Path) -> Any:
         )
     space = gymnasium.spaces.Box
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that nobody is named as its author
+        warnings.simplefilter("ignore", UserWarning)  # it warns that no author is named
         return minari.create_dataset_from_buffers(
             "bench/locomotion-v0",
             buffers,

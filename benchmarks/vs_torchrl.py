@@ -1,7 +1,7 @@
-"""expstore beside TorchRL's LazyMemmapStorage, and expstore against its own promises; exits 1 below a bar.
+"""expstore compared with TorchRL's LazyMemmapStorage, and with its own targets; exits 1 below a bar.
 
-Run as `make bench`; README.md says how to read the table. Both sides are used through their public
-buffers with defaults, in one process, taking turns; it never measures anything cold.
+Run as `make bench`; README.md explains the table. Both sides are used through their public buffers with
+defaults, in one process, taking turns. Nothing is measured cold.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Bench:
         if probes is not None and self.wants("memory/growth"):
             yield self._memory(probes)
 
-    # -- beside TorchRL -------------------------------------------------------------------------------
+    # -- compared with TorchRL ------------------------------------------------------------------------
 
     def _calls(self, workload: Workload, act: str) -> int:
         wide = workload.extend_rows * workload.row_bytes > 4 * MB

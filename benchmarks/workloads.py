@@ -96,13 +96,13 @@ class Workload:
 
 
 class Stream:
-    """Hand out batches without end: prepared ones in turn, with trajectory ids that go on.
+    """Return batches without end: prepared batches in turn, with increasing trajectory ids.
 
     Args:
-        workload: What they hold.
+        workload: The kind of rows.
         rows: Rows per batch; 0: single rows without a batch dim.
-        pool: How many batches are prepared.
-        seed: Of their contents.
+        pool: Number of prepared batches.
+        seed: Random seed of their contents.
     """
 
     def __init__(self, workload: Workload, rows: int, *, pool: int, seed: int = 0) -> None:

@@ -117,7 +117,7 @@ class Agent:
 
 
 def save_weights(path: Path, agent: Agent, steps: int) -> None:
-    """Replace the weights at `path` at once: after a stop there are the old ones or the new ones."""
+    """Replace the weights at `path` atomically: after a crash the file holds the old or the new weights."""
     beside = path.with_suffix(".tmp")
     with beside.open("wb") as file:
         np.savez(file, allow_pickle=False, steps=np.array(steps), **agent.arrays())
@@ -142,7 +142,7 @@ def load_weights(path: Path, agent: Agent, steps: int) -> int:
 
 def train(rb: Buffer, agent: Agent, args: argparse.Namespace, weights: Path, kept: int) -> None:
     """Act, record, and learn from what is stored; the weights on disk are those of step `kept`."""
-    # After a stop these go on with a stretch of their own, so that no episode comes twice.
+    # After a restart the seeds differ from those of the last run, so that no episode is repeated.
     rng = np.random.default_rng([args.seed, rb.write_count])
     envs = gym.make_vec("CartPole-v1", num_envs=args.envs, vectorization_mode="sync")
     observation, _ = envs.reset(seed=args.seed + rb.write_count)
@@ -208,7 +208,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace, console: Console) -> None:
-    """Open the store, go on from where it stands, and show what became of it."""
+    """Open the store, continue from what it holds, and print the results."""
     weights = args.path.with_suffix(".weights.npz")
     args.path.parent.mkdir(parents=True, exist_ok=True)
     if args.fresh:
@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(args, console)
     except KeyboardInterrupt:
-        console.print("\nstopped; run it again to go on from here")
+        console.print("\nstopped; run it again to continue from here")
         return 130
     except expstore.ExpStoreError as exc:
         console.print(str(exc))

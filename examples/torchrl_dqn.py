@@ -2,7 +2,7 @@
 
 Needs torchrl and gymnasium; `python examples/torchrl_dqn.py` takes half a minute on two cores. Loss, target
 network, exploration, collector and Trainer are TorchRL's; the replay buffer and its hook are expstore's. Stop
-it at any moment, with Ctrl-C or kill -9, and run it again: it goes on from what is stored.
+it at any moment, with Ctrl-C or kill -9, and run it again: it continues from what is stored.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ LATEST = """
 
 
 def make_trainer(rb: expstore.TensorDictReplayBuffer, args: argparse.Namespace) -> Trainer:
-    """Put TorchRL's parts together, with the buffer as their memory."""
-    # After a stop these go on with a stretch of their own, so that no episode comes twice.
+    """Build TorchRL's Trainer, with the buffer as its replay buffer."""
+    # After a restart the seeds differ from those of the last run, so that no episode is repeated.
     seed = args.seed + rb.write_count
     torch.manual_seed(args.seed)
     env = GymEnv("CartPole-v1", categorical_action_encoding=True)
@@ -94,14 +94,14 @@ def make_trainer(rb: expstore.TensorDictReplayBuffer, args: argparse.Namespace) 
 
 
 def save(path: Path, trainer: Trainer, rb: expstore.TensorDictReplayBuffer) -> None:
-    """Make experience, then weights, safe from a power cut; the weights say which batch comes next."""
+    """Sync the experience, then the weights, to disk; the weights record which batch comes next."""
     rb.flush()
     beside = path.with_suffix(".tmp")
     with beside.open("wb") as file:
         torch.save(trainer.state_dict(), file)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)  # after a stop there are the old ones or the new ones
+    beside.replace(path)  # after a crash the file holds the old or the new weights
 
 
 def load(path: Path, trainer: Trainer, rb: expstore.TensorDictReplayBuffer) -> int:
@@ -115,7 +115,7 @@ def load(path: Path, trainer: Trainer, rb: expstore.TensorDictReplayBuffer) -> i
 
 
 def run(args: argparse.Namespace) -> None:
-    """Open the store, go on from where it stands, and train."""
+    """Open the store, continue from what it holds, and train."""
     weights = args.path.with_suffix(".weights.pt")
     args.path.parent.mkdir(parents=True, exist_ok=True)
     sampler = expstore.PrioritizedSampler(alpha=0.6, beta=0.4)
@@ -162,7 +162,7 @@ def main(arguments: Any = None) -> int:
     try:
         run(args)
     except KeyboardInterrupt:
-        print("\nstopped; run it again to go on from here")
+        print("\nstopped; run it again to continue from here")
         return 130
     except expstore.ExpStoreError as exc:
         print(exc)

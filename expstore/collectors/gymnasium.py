@@ -68,19 +68,19 @@ class Collector:
     """Run a policy in a gymnasium environment and store the same episodes under every autoreset mode.
 
     Steps are gathered in memory and stored in blocks: one `extend` of batch shape
-    `(lanes, steps_per_lane)`, time last, so each lane's steps lie one behind another. Calls
-    that only reset a lane are no transitions: their rows carry trajectory id -1, which the
+    `(lanes, steps_per_lane)`, time last, so the steps of a lane are adjacent. Calls
+    that only reset a lane are not transitions: their rows carry trajectory id -1, which the
     buffer drops. The trajectory id of an episode is the number of transitions stored before
-    its first one, so no id comes twice in a store.
+    its first one, so ids are unique in a store.
 
     Stored per transition: `observation`, `action` and `("next", "observation")`; of shape `(1,)`
     `("next", "reward")` (float32) and `done`, `terminated`, `truncated` (bool, under `next` and,
     always False, at the root); `("collector", "traj_ids")` (int64). Dict and Tuple spaces become
-    nested keys, with "0", "1" and so on for the parts of a Tuple. Where nobody has said what values the
-    fields may have, the store keeps the specs of these spaces (`rb.specs`) when its first rows have come.
+    nested keys, with "0", "1" and so on for the parts of a Tuple. If the store has no specs of its fields
+    yet, it keeps the specs of these spaces (`rb.specs`) with its first rows.
 
-    An error or Ctrl-C in the policy leaves every earlier step intact: `close` stores those, or
-    collecting goes on. One inside the environment's step loses that step, and all lanes begin
+    After an error or Ctrl-C in the policy, every earlier step is intact: `close` stores these steps, or
+    collecting continues. An error inside the environment's step loses that step, and all lanes begin
     new episodes. Not for use from several threads at once.
 
     Args:
@@ -203,7 +203,7 @@ class Collector:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise StateError("this collector is closed", hint="make a new one to go on collecting")
+            raise StateError("this collector is closed", hint="make a new one to continue collecting")
 
     def _new_block(self) -> _Block:
         return _Block(self._env.num_envs, self._steps_per_lane, self._observation_leaves, self._action_leaves)

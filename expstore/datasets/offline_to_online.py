@@ -33,31 +33,30 @@ _TOLD = ("id", "index", "index_generation", "priority_weight")
 
 
 class OfflineToOnlineReplayBuffer:
-    """Sample a data set and a buffer that grows: of every batch, the same part of each.
+    """Sample from a data set and a growing buffer, with a fixed fraction of every batch from each.
 
-    `round(offline_fraction * n)` rows of a batch are of the data set and come first, the others of the
-    buffer; all are of the data set while the buffer is empty. What only one of both says of rows (`index`,
-    `id`, ...) is left out: it names no row of the other.
+    The first `round(offline_fraction * n)` rows of a batch are from the data set, the others from the
+    buffer; while the buffer is empty, all rows are from the data set. Keys that identify rows of one of the
+    two (`index`, `id`, ...) are left out.
 
-    Threads, processes and crashes: as the two buffers. Each draws by its own seed, so draws go on after a
-    restart where both are stores; the fraction is what `anneal` was last called with.
+    Threads, processes and crashes: as the two buffers. Each draws with its own seed, so draws continue after
+    a restart if both are stores; the fraction is the one that `anneal` was last called with.
 
     Args:
         offline_dataset: The data set: any buffer, also one of torchrl's; or a name for `load_dataset`, as in
             "minari:D4RL/pen/human-v2".
-        online_storage: Where new rows go; it or a capacity.
-        online_capacity: How many rows are kept in RAM.
-        offline_fraction: Which part of a batch is of the data set. Between 0 and 1.
-        batch_size: Of `sample`. It is needed where the data set is a name.
-        transform: What is done to batches.
-        as_numpy: Whether `sample` returns NumPy arrays unless it is told otherwise, whatever the data set
-            does.
-        dataset_kwargs: Of `load_dataset`, where the data set is a name.
+        online_storage: The storage of new rows. Pass it or a capacity.
+        online_capacity: Capacity of a new buffer in RAM, in rows.
+        offline_fraction: Fraction of a batch that is from the data set. Between 0 and 1.
+        batch_size: Batch size of `sample`. Required if the data set is a name.
+        transform: A transform of batches.
+        as_numpy: Whether `sample` returns NumPy arrays by default, whatever the data set does.
+        dataset_kwargs: Keywords of `load_dataset`, if the data set is a name.
 
     Raises:
-        ValueError: The fraction is out of its bounds; storage and capacity are both given, or none; the batch
-            size is below 1, or missing; keywords are given for a buffer; or the transform looks at other
-            steps.
+        ValueError: The fraction is not between 0 and 1; storage and capacity are both given, or neither; the
+            batch size is below 1, or missing; `dataset_kwargs` are given with a buffer; or the transform
+            reads other steps.
         TypeError: The data set is not a buffer, or an argument is not a number.
 
     Example:
@@ -258,8 +257,8 @@ def _check_buffer(found: Any, method: str, name: str) -> None:
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
         raise TypeError(
             f"{name} is to be a buffer, of expstore or torchrl, with its rows; got "
-            f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows that are at hand into one, "
-            "ReplayBuffer(storage=LazyTensorStorage(n)), by extend()"
+            f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows into a "
+            "ReplayBuffer(storage=LazyTensorStorage(n)) with extend()"
         )
 
 

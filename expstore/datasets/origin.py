@@ -180,7 +180,7 @@ def _lock_download(disk: Disk, folder: Path, dataset_id: str) -> Iterator[None]:
 
 
 def _remove_empty(disk: Disk, folder: Path, root: Path) -> None:
-    """Remove a folder and the folders above it, up to `root`, as long as there are no files in them."""
+    """Remove a folder and its parents, up to `root`, while they contain no files."""
     while folder != root and disk.exists(folder) and not any(names for _, names in disk.tree(folder)):
         disk.remove_tree(folder)
         folder = folder.parent

@@ -47,8 +47,8 @@ def export_arrow(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         ExpStoreError: As `export_parquet`.

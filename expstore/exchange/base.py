@@ -54,7 +54,7 @@ _PACKAGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """Say what was exported.
+    """Describe what was exported.
 
     Args:
         path: What was made.
@@ -77,7 +77,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Say what was imported.
+    """Describe what was imported.
 
     Args:
         path: The store.
@@ -97,7 +97,7 @@ class Imported:
 
 
 def no_progress(done: int, total: int) -> None:
-    """Be told how far something is; do nothing."""
+    """Ignore the progress: the default of `progress=`."""
 
 
 def ignore_notes(notes: Sequence[str]) -> None:
@@ -133,12 +133,12 @@ def sync_tree(disk: Disk, folder: Path) -> None:
 
 
 class DiskFile(io.RawIOBase):
-    """Be a file of Python's for libraries that take one, over a `Disk`.
+    """A Python file object over a `Disk`, for libraries that take one.
 
     Threads: one. Crashes: a written one is a scrap until it is synced.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         path: The file.
         write: Make it; it is empty then.
     """
@@ -153,7 +153,7 @@ class DiskFile(io.RawIOBase):
             self._file.truncate(0)
 
     def readable(self) -> bool:
-        """Say that it can be read."""
+        """Return True: the file can be read."""
         return True
 
     def writable(self) -> bool:
@@ -161,7 +161,7 @@ class DiskFile(io.RawIOBase):
         return self._writes
 
     def seekable(self) -> bool:
-        """Say that any place can be gone to."""
+        """Return True: the file can seek."""
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -175,7 +175,7 @@ class DiskFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer, as far as there are bytes; return how many."""
+        """Read bytes into a buffer until it is full or the file ends; return the number of bytes read."""
         view = memoryview(buffer).cast("B")
         data = self._file.read(self._place, len(view))
         view[: len(data)] = data
@@ -215,7 +215,7 @@ def open_to_read(path: Path) -> DiskFile:
     """Open a file that is only read.
 
     Raises:
-        NotFoundError: There is none.
+        NotFoundError: The file does not exist.
     """
     disk = ReadingDisk()
     if not disk.exists(path):

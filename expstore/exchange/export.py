@@ -42,7 +42,7 @@ class Export:
         name: Of the format.
         rows: Which rows.
         target: What is made.
-        disk: Where files are touched.
+        disk: Access to the file system.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Export:
         Raises:
             StateError: The target is there, or would lie inside a store.
             NotFoundError: There is no folder for it.
-            LockedError: Somebody else makes it just now.
+            LockedError: Another process makes it at the same time.
         """
         check_target(self.disk, self.target)
         with making(self.disk, self.target, single=single) as aside:
@@ -73,7 +73,7 @@ class Export:
                 sync_tree(self.disk, aside)
 
     def done(self, written: int, *, episodes: int | None = None) -> Exported:
-        """Say what was exported.
+        """Return a description of what was exported.
 
         Args:
             written: How many rows.
@@ -127,11 +127,11 @@ def exporting(
 
 
 class Tally:
-    """Count rows that are written, and tell how far that is.
+    """Count the rows that are written, and report the progress.
 
     Args:
-        rows: All that are asked for.
-        progress: Is told bytes done and bytes in all.
+        rows: All rows of the export.
+        progress: Called with the bytes done and the bytes in all.
     """
 
     def __init__(self, rows: Rows, progress: Progress) -> None:
@@ -139,7 +139,7 @@ class Tally:
         self.row_bytes, self._count, self._progress = mean_bytes(rows), rows.count, progress
 
     def add(self, piece: Piece) -> None:
-        """Be told of rows that are written."""
+        """Count a piece that was written, and report the progress."""
         self.written += piece.ids.size
         self._asked += piece.asked
         self._progress(self._asked * self.row_bytes, self._count * self.row_bytes)

@@ -1,4 +1,4 @@
-"""A new store filled with rows that come from elsewhere: whole when it is there, or not there at all.
+"""Fill a new store with imported rows; the store exists only once it is complete.
 
 Used by all imports. Episodes are those that the rows came with, or follow from their flags as in `extend`. It
 stands aside until it is closed; an interrupted import leaves nothing.
@@ -43,7 +43,7 @@ __all__ = ["Facts", "Filler", "new_store", "settings_of"]
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Say what is known of an episode whose rows are to come.
+    """Describe what is known about an episode before its rows are imported.
 
     Args:
         length: How many steps it has had.
@@ -64,7 +64,7 @@ class Facts:
 
 @dataclass(slots=True)
 class _Going:
-    """Hold how far an episode has come: its number here, its rows so far, the step that follows there."""
+    """Progress of one episode: its id in the new store, its rows so far, its next step in the source."""
 
     number: int
     rows: int
@@ -99,8 +99,9 @@ class Filler:
 
         Args:
             schema: The fields.
-            specs: What values they may have, as stores keep it; "": nobody says.
-            above: More than the id of any episode to come, all of which keep theirs; None: they get new ones.
+            specs: Specs of the fields, as the JSON text that stores keep; "": unknown.
+            above: A number above every episode id of the import: episodes keep their ids; None: they get new
+                ids.
         """
         self._storage.prepare(schema, keys_for(self._storage, schema))
         if specs:
@@ -145,7 +146,7 @@ class Filler:
             columns: As `add`.
             episodes: What each row's episode is called there. Shape `(n,)`, int64.
             steps: Its step. Shape `(n,)`, int64.
-            facts: Says what is known of an episode; None: nothing is.
+            facts: Returns what is known about an episode; None: nothing is known.
             last: Which rows are the last of their episodes: their flags say how these end. None: the facts
                 do. Shape `(n,)`, bool.
             times: When each row came, microseconds since 1970; None: now. Shape `(n,)`.
@@ -238,7 +239,7 @@ class Filler:
         return made, noted
 
     def _find(self, name: int, step: int, key: tuple[int, int | None]) -> tuple[_Going, bool]:
-        """Return the episode that a step goes on with, and whether it is one that begins."""
+        """Return the episode that a step belongs to, and whether it begins a new one."""
         going = self._going.get(name)
         if going is not None and going.follows == step and self._current.get(key) == going.number:
             return going, False
@@ -255,7 +256,7 @@ class Filler:
         return RowFacts(self.schema, self._storage.keys).read(columns)[2]
 
     def result(self, path: Path, notes: Sequence[str] = ()) -> Imported:
-        """Say what was imported.
+        """Return a description of what was imported.
 
         Args:
             path: Where it is to be found.
@@ -327,7 +328,7 @@ def new_store(
     """Make a store aside, to be filled; at the end it is closed, and gets its name.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: unbounded.
         settings: More of them, as `Settings` has it.
@@ -336,7 +337,7 @@ def new_store(
     Raises:
         StateError: The target is there, or would lie inside a store.
         NotFoundError: There is no folder for it.
-        LockedError: Somebody else makes it just now.
+        LockedError: Another process makes it at the same time.
     """
     check_target(disk, target)
     how = ColumnLayout("auto")
@@ -372,7 +373,7 @@ def _tupled(value: Any) -> Any:
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:
-    """Have episodes cut that nobody can go on with, as every opening does."""
+    """Open and close the store: every opening truncates open episodes that cannot be continued."""
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
     storage.index.use(catalog)

@@ -49,12 +49,12 @@ _FIELDS = {str(kind): name for name, kind in DTYPES.items() if kind.kind in "biu
 
 @dataclass(frozen=True)
 class Column:
-    """Describe what stands in a file under a name.
+    """Describe one named array of a file.
 
     Args:
-        path: Groups, then the name.
-        dtype: Of the values, as NumPy has it.
-        shape: Of a row.
+        path: The groups it is in, then its name.
+        dtype: NumPy dtype of the values.
+        shape: Shape of a row.
     """
 
     path: Key
@@ -93,10 +93,10 @@ class FlatReader(Protocol):
 
 
 def plan_columns(rows: Rows) -> list[Column]:
-    """Return what stands in a file of these rows.
+    """Return the arrays of a file with these rows.
 
     Raises:
-        SchemaError: Two fields would bear one name.
+        SchemaError: Two fields would have the same name.
     """
     found = [_column(entry) for entry in rows.user_fields]
     paths = [column.path for column in found]
@@ -173,7 +173,10 @@ class _Ends:
         self._last: dict[int, int] | None = None
 
     def flags(self, name: str, ids: IntArray, episodes: IntArray) -> Array:
-        """Return which rows are the last of an episode that has ended so, or is not known to go on."""
+        """Return which rows end an episode: by termination for "terminals", in any other way for other names.
+
+        An episode that is still open ends with its last row here.
+        """
         if self._last is None:
             table = self._rows.facts
             status = table["status"].to_pylist()
@@ -194,7 +197,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Say which columns become which fields, and where the names of episodes stand."""
+    """Map columns to fields, and name the column of episode names."""
 
     columns: list[Column]
     fields: list[Field]
@@ -332,9 +335,9 @@ def from_stored(entry: Field, values: Array, count: int) -> Array:
 
 
 class _Cutter:
-    """Number episodes and steps: a new name, or else an end or a seam, begins another one.
+    """Number episodes and steps. A new name begins another episode; without names an end or a seam does.
 
-    The last row of a piece is kept back for the next one, which says whether its episode goes on.
+    The last row of a piece is held back: only the next piece shows whether its episode continues.
 
     Args:
         schema: The fields.
@@ -397,7 +400,7 @@ class _Cutter:
 
 
 def rows_differ(first: Array, second: Array) -> Array:
-    """Say which rows are not the same, byte by byte. Shape `(n,)`."""
+    """Return which rows differ, compared byte by byte. Shape `(n,)`."""
     if not len(first):
         return np.zeros(0, bool)
     raw = [np.ascontiguousarray(part).reshape(len(part), -1).view(np.uint8) for part in (first, second)]

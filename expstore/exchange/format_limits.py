@@ -5,7 +5,7 @@ Used by the formats, which tell it with every export, and by the command's help.
 
 __all__ = ["LOSSES", "LOST_BY_ALL", "lost_by"]
 
-#: What no format carries, and what each of them does not carry beside.
+#: What no format stores, and what each format does not store besides.
 LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, versions"
 LOSSES = {
     "arrow": "",

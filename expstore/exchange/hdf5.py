@@ -61,8 +61,8 @@ def export_hdf5(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
@@ -145,9 +145,9 @@ def import_hdf5(
         names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
             out.
         capacity: Most readable rows; None: unbounded, or as an exported store had it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
@@ -172,11 +172,11 @@ def import_hdf5(
 
 @contextmanager
 def reading_hdf5(path: Path) -> Iterator[Any]:
-    """Open an HDF5 file for reading, as h5py has it.
+    """Open an HDF5 file for reading; yield the h5py.File.
 
     Raises:
-        NotFoundError: There is none.
-        StorageError: It is no HDF5 file, or damaged.
+        NotFoundError: The file does not exist.
+        StorageError: It is not an HDF5 file, or is damaged.
     """
     h5py = required("h5py")
     with open_to_read(path) as raw:
@@ -299,7 +299,7 @@ def _differ(place: Any, names: Sequence[str]) -> bool:
 
 
 def _act_alone(file: Any, place: Any, names: Sequence[str]) -> bool:
-    """Return whether groups have actions each, and no array beside them has as many rows as one of them."""
+    """Return whether each group has actions, and no array outside the groups has as many rows as one has."""
     if not all(_ACTIONS & set(place[name]) for name in names):
         return False
     lengths = {

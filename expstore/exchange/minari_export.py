@@ -83,8 +83,8 @@ def export_minari(
         dataset_id: Its id, as in `cartpole/random-v0`; None: the folder's name, with `-v0` if it lacks that.
         env_spec: The environment, as `gymnasium.envs.registration.EnvSpec.to_json` writes it; None: as in the
             store's `meta["minari"]["env_spec"]`, if there is any.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         ModuleNotFoundError: h5py is not installed.
@@ -135,7 +135,7 @@ def _path(group: str, key: Key, keys: Iterable[Key]) -> str:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Say where a field goes.
+    """Describe where a field is written.
 
     Args:
         place: Its number among those that are read.
@@ -150,7 +150,7 @@ class _Leaf:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Say where all fields go."""
+    """Describe where all fields are written."""
 
     fields: tuple[Field, ...]
     leaves: list[_Leaf]
@@ -214,7 +214,7 @@ class _Writer:
         file: Of h5py.
         plan: Where fields go.
         rows: What is written.
-        progress: Is told bytes done and bytes in all.
+        progress: Called with the bytes done and the bytes in all.
     """
 
     def __init__(self, file: Any, plan: _Plan, rows: Rows, progress: Progress) -> None:
@@ -301,7 +301,7 @@ def stored_as(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _attributes(number: int, steps: int, ended: str, info: str | None) -> dict[str, Any]:
-    """Return what is said of an episode."""
+    """Return the metadata of an episode."""
     found: dict[str, Any] = {"id": number, "total_steps": steps, STATUS_ATTRIBUTE: ended}
     if info:
         seed = json.loads(info).get("seed")

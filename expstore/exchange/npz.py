@@ -62,8 +62,8 @@ def export_npz(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         ExpStoreError: As `export_parquet`; or two fields would bear one name.
@@ -87,7 +87,7 @@ class _Writer:
     """Write arrays to a file each, and at the end all of them to one.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         folder: For the arrays.
         target: The file.
         columns: The arrays.
@@ -159,16 +159,16 @@ def import_npz(
         names: Names, or groups, there to fields here, as in `{"obs_next": "next.observation"}`; to "": left
             out.
         capacity: Most readable rows; None: unbounded, or as an exported store had it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         NotFoundError: There is no such file, or no folder for the store.
         StorageError: The file cannot be read; or the disk failed or is full. Nothing is left.
         SchemaError: Arrays have different lengths, or something there cannot be a field.
         StateError: The target is there, or would lie inside a store.
-        LockedError: Somebody else makes this store just now.
+        LockedError: Another process makes this store at the same time.
 
     Example:
         >>> import_npz("hopper.npz", "hopper.exp").rows

@@ -63,14 +63,14 @@ def export_parquet(
         fields: Only these, by name; None: all.
         episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
         version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
         StateError: The target is there, or would lie inside a store; or the store has no fields yet.
         NotFoundError: There is no folder for it; or no rows of these episodes are left.
         SchemaError: There is no such field, or it holds objects, or bears the name of one of the own columns.
-        LockedError: Somebody else exports to this target just now.
+        LockedError: Another export writes to this target.
         StorageError: The disk failed or is full; nothing is left of it.
 
     Example:
@@ -135,9 +135,10 @@ def _check_types(fields: Sequence[Field]) -> None:
 
 
 def _repetitive(schema: Any) -> list[str]:
-    """Return the paths of columns of texts, and of 8 bits, which Parquet keeps as 32 but for a dictionary.
+    """Return the paths of the columns to encode with a dictionary: texts and 8-bit integers.
 
-    Of floats there is none: it takes all values that are no numbers for one.
+    Without a dictionary, Parquet stores 8-bit integers as 32 bits. Floats are never encoded this way, because
+    a dictionary treats all NaNs as the same value.
     """
     is_a = pa.types
 

@@ -1,7 +1,7 @@
-"""Rows read in pieces of a bounded size, also where nobody knows beforehand how long rows are.
+"""Read rows in pieces of a bounded size, even if the length of rows is not known beforehand.
 
-Used by the Parquet and Arrow formats. Of rows without a fixed size it reads some, looks how long they are,
-and goes on with as many as fit.
+Used by the Parquet and Arrow formats. For variable-length rows it reads a few, measures their length, and
+then reads as many as fit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Piece", "mean_bytes", "read_pieces"]
 
 #: Rows without a fixed size that are read first; later pieces grow up to `tuning.EXCHANGE_VARIABLE_ROWS`.
 FIRST_ROWS = 16
-#: So many rows are looked at, so many at a time, to tell how long they are on the average.
+#: Number of rows that are read to estimate the mean row length, and how many are read at a time.
 _SAMPLED, _TOGETHER = 64, 8
 
 
@@ -31,9 +31,9 @@ class Piece:
     """Hold rows.
 
     Args:
-        asked: How many were asked for; some may have left the store meanwhile.
-        ids: Of those that are here. Shape `(n,)`.
-        columns: One per field. Shapes `(n, *row shape)`; Arrow's where rows have no fixed size.
+        asked: Number of rows requested; some may have been removed from the store meanwhile.
+        ids: Ids of the rows that were read. Shape `(n,)`.
+        columns: One per field. Shapes `(n, *row shape)`; Arrow arrays for variable-length fields.
     """
 
     asked: int

@@ -81,7 +81,7 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Read
 
 @contextmanager
 def _asked(storage: ReadView) -> Iterator[None]:
-    """Have somebody keep the index of a storage, which holds them weakly, if nobody does."""
+    """Keep a catalog of the storage alive inside the block: the storage holds it only by a weak reference."""
     catalog = storage.index.catalog
     if not isinstance(catalog, Catalog):
         catalog = Catalog(storage)
@@ -94,7 +94,7 @@ def _asked(storage: ReadView) -> Iterator[None]:
 def _catalog(storage: ReadView) -> Catalog:
     catalog = storage.index.catalog
     if not isinstance(catalog, Catalog):
-        raise StateError("nobody keeps an index of these rows", hint="export the buffer, or its path")
+        raise StateError("these rows have no index", hint="export the buffer, or its path")
     return catalog
 
 
@@ -146,15 +146,15 @@ class Rows:
         """Choose rows.
 
         Args:
-            storage: Where they are.
-            fields: Only these, by name; None: all.
-            episodes: Of which episodes; None: of all.
+            storage: The storage that holds them.
+            fields: Names of the fields to read; None: all.
+            episodes: Episode ids, or an SQL condition over the relation `episodes`; None: all episodes.
 
         Raises:
             StateError: The storage has no fields yet.
-            SchemaError: There is no such field.
-            NotFoundError: There is no such episode, or none of its rows is left.
-            QueryError: The condition is none.
+            SchemaError: A field does not exist.
+            NotFoundError: An episode does not exist, or none of its rows is left.
+            QueryError: `episodes` is not a valid condition.
         """
         schema = storage.require_schema()
         chosen = _choose_fields(schema, fields)

@@ -43,7 +43,7 @@ from expstore.storages.snapshots.restore import join_parts
 
 __all__ = ["import_arrow", "import_parquet"]
 
-#: At most so many rows are read at a time of which nobody knows how long they are.
+#: The highest number of rows that are read at a time if their lengths are unknown.
 LOOSE_ROWS = 1024
 Kind = Literal["zarr", "arrow"]
 _FACTS = ("episode_id", "source", "named", "trajectory_id", "length", "status", "info")
@@ -74,16 +74,16 @@ def import_parquet(
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         NotFoundError: There is no such file, or no folder for the store.
         StorageError: A file cannot be read; or the disk failed or is full. Nothing is left.
         SchemaError: A column cannot be a field, not of this storage, or files have different ones.
         StateError: The target is there, or would lie inside a store.
-        LockedError: Somebody else makes this store just now.
+        LockedError: Another process makes this store at the same time.
 
     Example:
         >>> import_parquet("rows.parquet", "again.exp").rows
@@ -114,9 +114,9 @@ def import_arrow(
         target: The store's folder, which must not be there yet.
         capacity: Most readable rows; None: as the exported store had it, otherwise unbounded.
         storage: "arrow", which keeps rows of any length, or "zarr"; None: as the columns need it.
-        progress: Is told rows done and rows in all.
+        progress: Called with the rows done and the rows in all.
         tell: Called with what is left out or changed, before any row is written.
-        disk: Where files are touched.
+        disk: Access to the file system.
 
     Raises:
         ExpStoreError: As `import_parquet`.
@@ -207,12 +207,12 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
 
 
 def _interleaved(episode: int) -> Facts:
-    """Return what keeps an episode apart from others that go on beside it, where nothing is known of it."""
+    """Return facts for an unknown episode; its own trajectory id separates it from interleaved episodes."""
     return Facts(length=-1, status=OPEN, trajectory=episode)
 
 
 class _Ends:
-    """Know the last steps of episodes, where no file says anything of them."""
+    """Hold the last steps of the episodes, if no file describes them."""
 
     def __init__(self, parts: Sequence[Part], layout: Layout) -> None:
         table = Table(layout)
@@ -259,7 +259,7 @@ class _Stream:
         self.columns, self.own, self.ids = columns, own, own["_id"]
 
     def load(self) -> bool:
-        """Have rows at hand; say whether there are any."""
+        """Read batches until there are rows; return False at the end."""
         while not self.ids.size:
             batch = next(self.rest, None)
             if batch is None:

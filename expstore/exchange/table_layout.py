@@ -1,7 +1,7 @@
-"""How rows lie in Arrow tables, of exports and of others, and the columns of their batches.
+"""How Arrow tables, made by expstore or by other programs, store rows; read the columns of their batches.
 
-Used by imports of Parquet and Arrow files. What stands in the metadata says it, or else the types, and what
-the rows have in common. It touches no files.
+Used by imports of Parquet and Arrow files. The layout follows from the metadata, or else from the types and
+from what the rows have in common. This module touches no files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _NAMES = {kind: name for name, kind in VALUES.items() if name not in ("bfloat16"
 
 @dataclass(frozen=True)
 class Layout:
-    """Say how rows lie in an Arrow schema.
+    """Describe how an Arrow schema stores rows.
 
     Args:
         schema: The fields.
-        own: Which of the store's own columns are there.
-        about: What stands in the metadata; {}: nothing of ours.
-        reasons: Why columns that seem to be of a fixed size are not, by field, in words.
+        own: The store's own columns that are present.
+        about: expstore's part of the metadata; {} if there is none.
+        reasons: For each column that seems to have a fixed size but does not: the reason, in words.
     """
 
     schema: Schema
@@ -90,10 +90,10 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
 
     Args:
         schema: The schema.
-        survey: Has looked at the columns that `needs_survey` names, in all rows; None: there are none.
+        survey: The result for the columns that `needs_survey` names, over all rows; None if it names none.
 
     Raises:
-        SchemaError: There are none, or a column is of a type that no field has.
+        SchemaError: There are no fields, or a column has a type that no field can have.
     """
     about, survey = _about(schema), survey or Survey()
     known = _known(about)

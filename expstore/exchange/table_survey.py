@@ -20,7 +20,7 @@ __all__ = ["Seen", "Survey"]
 
 @dataclass(slots=True)
 class Seen:
-    """Say what was found in a column.
+    """Describe the values found in a column.
 
     Args:
         lacks: A value, a list or an item is missing somewhere.
@@ -31,7 +31,7 @@ class Seen:
     lengths: list[tuple[int, int]] = field(default_factory=list)
 
     def size(self, depth: int) -> int | None:
-        """Return how long all lists of a level are; None: they differ, are empty, or there are none."""
+        """Return the length of all lists of a level; None if lengths differ, are 0, or there are no lists."""
         if depth >= len(self.lengths):
             return None
         shortest, longest = self.lengths[depth]

@@ -1,8 +1,9 @@
-"""Rows as Arrow tables: nested names, dtypes and row shapes included.
+"""Convert rows to Arrow tables, including nested names, dtypes and row shapes.
 
-Used by the Parquet and Arrow formats. Fields of one value are columns of that type, others lists of fixed
-size, those without a fixed size what they are in stores; nested keys are structs. What Arrow's types do not
-say stands in the schema's metadata, under `expstore`, as JSON. It touches no files.
+Used by the Parquet and Arrow formats. Fields of one value are columns of that type, fields of several values
+are lists of fixed size, variable-length fields have the type they have in stores; nested keys are structs.
+The schema's metadata holds, under `expstore` as JSON, what Arrow's types do not express. This module touches
+no files.
 """
 
 from __future__ import annotations

@@ -59,10 +59,10 @@ def suits(entry: Field, kind: Any) -> bool:
 
 
 def text_of(key: Key, kind: Any) -> str:
-    """Return the text of the type that a field is to have which a column of others becomes.
+    """Return the type of the field that a foreign Arrow column becomes, as text.
 
     Raises:
-        SchemaError: There is none.
+        SchemaError: No field can have the column's type.
     """
     try:
         return type_text(plain_type(kind))

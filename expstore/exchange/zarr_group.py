@@ -41,26 +41,26 @@ def export_zarr(
     """Write the rows that can be read now as a plain Zarr group, the oldest first.
 
     Every field is an array below its name, `next/reward` for instance, of shape `(rows, *row shape)`;
-    `_row/id`, `episode`, `step`, `time` (us since 1970) and `priority` stand beside. bfloat16 is written as
-    the uint16 that it is made of. Codecs are of Zarr v3's core. Rows that come meanwhile are not in it; a row
-    that another process overwrites meanwhile is left out, in all arrays. The group is there whole or not at
-    all.
+    the group `_row` also holds `id`, `episode`, `step`, `time` (us since 1970) and `priority`. bfloat16 is
+    written as its uint16 bit pattern. Only codecs of the Zarr v3 core are used. Rows written during the
+    export are not in it; a row that another process overwrites during the export is left out of all arrays.
+    The group is complete, or does not exist.
 
     Args:
-        source: A buffer, or the path of a store, a version or a folder of versions.
-        target: The group's folder, which must not be there yet.
-        fields: Only these, by name; None: all.
-        episodes: Only of these episodes: ids, or an SQL condition over the relation `episodes`.
-        version: Number or tag of a version, where `source` is a path.
-        progress: Is told bytes done and bytes in all.
-        disk: Where files are touched.
+        source: A buffer, or the path of a store, a snapshot or a folder of snapshots.
+        target: Folder of the group; it must not exist yet.
+        fields: Names of the fields to export; None: all.
+        episodes: Export only these episodes: ids, or an SQL condition over the relation `episodes`.
+        version: Number or tag of a snapshot, if `source` is a path.
+        progress: Called with the bytes done and the bytes in all.
+        disk: Access to the file system.
 
     Raises:
-        StateError: The target is there, or would lie inside a store; or the store has no fields yet.
-        NotFoundError: There is no folder for it; or no rows of these episodes are left.
-        SchemaError: There is no such field, or fields hold objects.
-        LockedError: Somebody else exports to this target just now.
-        StorageError: The disk failed or is full; nothing is left of it.
+        StateError: The target exists, or would be inside a store; or the store has no fields yet.
+        NotFoundError: The target's parent folder does not exist; or no rows of these episodes are left.
+        SchemaError: A field does not exist, or fields hold objects.
+        LockedError: Another export writes to this target.
+        StorageError: The disk failed or is full; nothing of the export is left.
 
     Example:
         >>> done = export_zarr(rb, "plain.zarr", fields=["observation", "next.reward"])
@@ -96,7 +96,7 @@ class _Group:
     Threads: one. Crashes: what is written is a scrap until `finish` returned.
 
     Args:
-        disk: Where files are touched.
+        disk: Access to the file system.
         folder: The group's.
         rows: What is to come.
     """

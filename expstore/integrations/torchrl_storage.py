@@ -48,28 +48,28 @@ _COPIES = (
 class ExpStorage(TensorStorage):  # type: ignore[misc]
     """Keep the rows of torchrl's own `ReplayBuffer` or `TensorDictReplayBuffer` in a store.
 
-    Rows have the places that torchrl's `RoundRobinWriter` gives them, which are the store's own: a writer
-    takes its cursor from the store, and so a new buffer over an old store goes on where the former one
-    stopped. What is written belongs to episodes, can be asked for by SQL, and bears ids: `storage.buffer` is
-    expstore's buffer over the same rows, by which it is flushed and closed, too.
+    Rows have the indices that torchrl's `RoundRobinWriter` gives them, which are the store's own: the writer
+    takes its cursor from the store, so a new buffer over an old store continues where the last one stopped.
+    The rows have episodes and ids, and can be queried with SQL: `storage.buffer` is expstore's buffer over
+    the same rows. Use it also to flush and close the store.
 
-    torchrl's samplers draw by torch's random numbers, and go on after a restart as far as these do; its
-    priorities stay in the process. Its `SliceSampler` reads all rows anew after each write. expstore's own
-    buffers and samplers do better in all this.
+    torchrl's samplers draw with torch's random numbers, so draws continue after a restart only if the state
+    of torch's generator is restored. torchrl's priorities stay in the process. Its `SliceSampler` reads all
+    rows again after each write. expstore's own buffers and samplers have none of these limits.
 
-    Threads: as torchrl's buffers. Processes: one writer; in another process it follows the store, and cannot
-    write. Crashes: what an `extend` that returned has written survives the process; a batch is there whole or
-    not at all; after `storage.buffer.flush()` it survives a power cut.
+    Threads: as torchrl's buffers. Processes: one writer; in another process the storage follows the store,
+    and cannot write. Crashes: rows survive the process once `extend` has returned; a batch is complete or
+    absent; after `storage.buffer.flush()` rows survive a power cut.
 
     Args:
         store: A folder, which is opened as by `expstore.open`; or an expstore buffer or storage.
-        source: Name of the stream of experience, as in `extend`; a named one continues its open episodes
+        source: Name of the source of the rows, as in `extend`; a named source continues its open episodes
             after a restart.
-        keywords: With a folder: what `expstore.open` takes.
+        keywords: Arguments of `expstore.open`, if `store` is a folder.
 
     Raises:
-        TypeError: It is no store, or an open one is given keywords.
-        LockedError: Somebody else has the folder open for writing.
+        TypeError: `store` is not a store, or keywords are given with an open one.
+        LockedError: Another process has the folder open for writing.
         StateError: As `expstore.open`; or the storage keeps objects, or the best rows only.
 
     Example:
@@ -118,17 +118,17 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     # -- what torchrl's buffers, samplers and writers ask ----------------------------------------
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write rows where a writer's cursor stands, which is behind the newest; or change rows by index.
+        """Append rows at a writer's cursor, which follows the newest row; or change rows by index.
 
         Args:
             cursor: An integer, several, or a slice.
-            data: One row for one integer, otherwise as many.
-            set_cursor: False: change rows that are there; episodes stay as they are.
+            data: One row for one integer, otherwise one row for each index.
+            set_cursor: False: change existing rows, and leave episodes as they are.
 
         Raises:
-            SchemaError: The rows do not fit, or are not as many as the cursor says.
-            StateError: The cursor stands elsewhere; or the store is closed, or cannot be written here.
-            NotFoundError: There is no such row to change.
+            SchemaError: The rows do not fit, or their number differs from the number of indices.
+            StateError: The cursor does not follow the newest row; or the store is closed, or is read-only.
+            NotFoundError: A row to change does not exist.
         """
         with self.buffer.storage.locks.extend, self.buffer.storage.lock:
             kept = self.buffer.storage.writer()
@@ -198,7 +198,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         return len(self.buffer.storage)
 
     def contains(self, item: Any) -> Any:
-        """Say which indices rows can be read at."""
+        """Return the indices at which rows can be read."""
         return contains(self.buffer.storage, item)
 
     @property
@@ -272,15 +272,15 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     # -- the buffer over it ----------------------------------------------------------------------
 
     def align(self, buffer: Any) -> None:
-        """Have a buffer's writer take its cursor from the store, now and from now on.
+        """Make a buffer's writer read its cursor from the store from now on.
 
-        Buffers do so when they are made; a writer that is set later needs it.
+        Buffers do so when they are created; call it after setting another writer.
 
         Args:
             buffer: A torchrl `ReplayBuffer` over this storage.
 
         Raises:
-            ValueError: Its writer has no such cursor, or its sampler needs rows in other places.
+            ValueError: The buffer's writer has no such cursor, or its sampler needs rows at other indices.
         """
         writer, sampler = buffer._writer, buffer._sampler
         if isinstance(sampler, ConsumingSampler):
@@ -309,7 +309,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         # The last thing that a buffer sets when it is made: now it has its writer.
         if value is not None:
             raise ValueError(
-                "a checkpointer means nothing here: dumps() writes versions of the store itself; leave it out"
+                "a checkpointer is not supported: dumps() writes snapshots of the store itself; leave it out"
             )
         for buffer in self._attached_entities_list:
             if getattr(buffer, "_storage", None) is self:

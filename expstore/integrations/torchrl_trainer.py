@@ -24,34 +24,35 @@ _TRUNCATED = ("next", "truncated")
 
 
 class ReplayBufferTrainer:
-    """Store what is collected, hand out batches to learn from, and take back their priorities.
+    """Store collected batches, sample batches to learn from, and write back their priorities.
 
-    `extend`, `sample` and `update_priority` are the hooks; `register` puts them where torchrl's `Trainer`
-    calls them. They may as well be called by a loop of one's own.
+    `extend`, `sample` and `update_priority` are the hooks; `register` registers them with torchrl's
+    `Trainer`. You can also call them from your own loop.
 
-    Threads: `sample` may run beside `extend`. Processes: one that follows a store may sample, not extend.
-    Crashes: what `extend` has stored is there as the storage promises, whether the trainer was saved or not.
-    A trainer that is loaded goes on with the batches that would have come when it was saved.
-    (torchrl's unified `Checkpoint` has the buffer make a version of all rows each time, and puts them back;
-    the state of a store on disk, which other ways of saving keep, is a few numbers.)
+    Threads: `sample` and `extend` may run at the same time. Processes: a process that follows a store may
+    sample, not extend. Crashes: stored rows are as durable as the storage makes them, whether the trainer was
+    saved or not. A loaded trainer continues with the batches that would have followed when it was saved.
+    (torchrl's unified `Checkpoint` has the buffer make a snapshot of all rows each time, and restores it;
+    other ways of saving keep the state of a store on disk, which is a few numbers.)
 
     Args:
-        replay_buffer: Where rows are kept; priorities are taken back by a `TensorDictReplayBuffer` only.
-        batch_size: Of `sample`; None: the buffer's.
-        memmap: Only False: a store on disk keeps its rows in mapped files without it.
-        device: Where samples are handed out; None: where the buffer says.
-        flatten_tensordicts: Make rows of all steps of a batch: those that `("collector", "mask")` marks if
-            there is one, else all. A store of `expstore.open` takes them lane by lane, as they were gathered,
-            so that episodes go on with the next batch; in others each lane is truncated at its end.
-        max_dims: Fill batches up with zeros to these sizes, so that trajectories of different lengths fit
-            into one storage; -1: as long as they are.
-        iterate: Go through the buffer batch by batch, by its own `batch_size`: where an iteration ends,
-            `sample` raises StopIteration, which ends a trainer's epoch, and the next one begins anew.
+        replay_buffer: The buffer of the rows; only a `TensorDictReplayBuffer` can write back priorities.
+        batch_size: Batch size of `sample`; None: the buffer's.
+        memmap: Must be False: a store on disk keeps its rows in mapped files anyway.
+        device: Device of the samples; None: the buffer's.
+        flatten_tensordicts: Make one row of each step of a batch: of the steps that `("collector", "mask")`
+            marks if there is a mask, else of all steps. A store of `expstore.open` takes them lane by lane,
+            as they were gathered, so that episodes continue with the next batch; in other storages each lane
+            is truncated at its end.
+        max_dims: Pad batches with zeros to these sizes, so that trajectories of different lengths fit
+            into one storage; -1 leaves a dim as it is.
+        iterate: Iterate over the buffer batch by batch, with the buffer's `batch_size`: at the end of an
+            iteration `sample` raises StopIteration, which ends a trainer's epoch; the next call starts again.
 
     Raises:
-        TypeError: It is no buffer of expstore, or `max_dims` are no sizes.
-        ValueError: The sampler goes by priorities, which only a `TensorDictReplayBuffer` can take
-            out of batches; or what is asked for means nothing here, and the message says why.
+        TypeError: `replay_buffer` is not a buffer of expstore, or `max_dims` are not sizes.
+        ValueError: The sampler uses priorities, which only a `TensorDictReplayBuffer` can read from batches;
+            or an argument is not supported, and the message says why.
 
     Example:
         >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
@@ -75,8 +76,8 @@ class ReplayBufferTrainer:
         batch_size = check_batch_size(batch_size)
         if memmap:
             raise ValueError(
-                "memmap=True means nothing here: stores on disk keep their rows in mapped files, and batches "
-                "are written to them without a copy in between; leave it out"
+                "memmap=True is not supported: stores on disk keep their rows in mapped files, and batches "
+                "are written to them without an intermediate copy; leave it out"
             )
         _check_sizes(max_dims)
         if flatten_tensordicts and max_dims is not None:

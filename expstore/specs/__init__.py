@@ -1,6 +1,6 @@
-"""What values fields may have: the TensorSpec family, under TorchRL's names.
+"""The TensorSpec family, under TorchRL's names: which values a field may have.
 
-Used by whoever describes an environment; stores keep the specs of their fields. Nothing here reads a store.
+Use them to describe environments. A store keeps the specs of its fields. Nothing here reads a store.
 """
 
 from expstore.specs.base import TensorSpec

@@ -60,7 +60,7 @@ def as_device(device: torch.device | str | int | None) -> torch.device | None:
 
 
 class TensorSpec(ABC):
-    """Say which values a field may have: shape, dtype, device, and the space they come from.
+    """Describe which values a field may have: shape, dtype, device, and their space.
 
     Specs are made by their subclasses; this is what all of them can do. `shape` has the batch dims, too; -1
     is a dim of any size. No method changes a spec but those that say so; threads may use one at once. Specs
@@ -104,7 +104,7 @@ class TensorSpec(ABC):
 
     @property
     def space(self) -> Any:
-        """The values that are allowed; None where nothing is said of them."""
+        """The space of allowed values; None if it is not known."""
         return self._space
 
     @property
@@ -342,7 +342,7 @@ def described(spec: TensorSpec, names: Sequence[str]) -> str:
 
 
 class LeafSpec(TensorSpec):
-    """Be a spec of one tensor. All the ways to change a shape end in one method of the subclasses, `_remade`.
+    """Base of the specs of one tensor. All changes of a shape end in the method `_remade` of the subclasses.
 
     Threads, processes and crashes: see TensorSpec.
 
@@ -387,7 +387,7 @@ class LeafSpec(TensorSpec):
 
     @abstractmethod
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element of a tensor whether it is in the space; its dtype and shape are not looked at.
+        """Return for each element of a tensor whether it is in the space; dtype and shape are not checked.
 
         Args:
             val: Of a shape that the spec has or takes.
@@ -595,8 +595,8 @@ def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
     """Return the spec of a stack of values, one of each spec; None if the specs are not equal.
 
     Raises:
-        RuntimeError: They are of different classes, dtypes, devices, or numbers of dims.
-        ValueError: There is none.
+        RuntimeError: The specs are of different classes, dtypes, devices, or numbers of dims.
+        ValueError: `specs` is empty.
     """
     if not specs:
         raise ValueError("Cannot stack an empty list of specs.")

@@ -28,12 +28,12 @@ from expstore.specs.shapes import (
 
 __all__ = ["BatchDims", "Entries"]
 
-#: What a composite holds: a spec for each name, None where nothing is said.
+#: The entries of a composite: a spec for each name, or None.
 Entries = dict[str, TensorSpec | None]
 
 
 class BatchDims(TensorSpec):
-    """Be several specs whose first dims are the same, and change only these.
+    """Base of groups of specs that share their leading dims; methods change only these dims.
 
     Threads, processes and crashes: see TensorSpec.
 
@@ -46,7 +46,7 @@ class BatchDims(TensorSpec):
     """
 
     _names: list[str | None] | None
-    #: Whether TorchRL's `step_mdp` takes it over as it is.
+    #: Whether TorchRL's `step_mdp` keeps the values unchanged.
     step_mdp_static: bool = False
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Specs of zeros and ones.
 
-Used by whoever describes flags and switches. Rows with a single one are OneHot's.
+Use them for flags and switches. For rows with a single one, use OneHot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Binary"]
 
 
 class Binary(Categorical):
-    """Say that each element is zero or one.
+    """Spec whose elements are zero or one.
 
     The last dim cannot be indexed. Equal to a Categorical of two. Threads, processes and crashes: see
     Categorical.

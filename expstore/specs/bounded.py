@@ -1,6 +1,6 @@
 """Specs of numbers between bounds.
 
-Used by whoever describes observations and actions. Bounds are closed: both ends belong to the space.
+Use them for observations and actions. Both bounds belong to the space.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _SHAPE = (
 
 
 class Bounded(LeafSpec):
-    """Say that each element is a number from `low` to `high`, both included.
+    """Spec whose elements are numbers from `low` to `high`, both included.
 
     Instances are of one of two classes: BoundedContinuous, or BoundedDiscrete where `domain` says so; the
     dtype decides if `domain` is not given. A bound may be infinite. NaN is never in the space. Threads,
     processes and crashes: see TensorSpec.
 
     Args:
-        low: The smallest value, of all elements or of each.
-        high: The largest.
-        shape: Of a value; that of the bounds by default.
-        device: Where values lie.
-        dtype: What a value is made of; torch's default dtype otherwise.
+        low: The smallest value: one number for all elements, or one for each element.
+        high: The largest value, given in the same way.
+        shape: Shape of a value; the shape of the bounds by default.
+        device: Device of the values.
+        dtype: Dtype of the values; torch's default dtype if not given.
         domain: "continuous" or "discrete".
 
     Raises:
-        RuntimeError: The shapes of bounds and values do not fit, or there is none.
-        ValueError: There is no number between some bounds, or a finite one is no number of the dtype.
-        TypeError: An argument that is none.
+        RuntimeError: The shapes of bounds and values do not fit, or no shape is known.
+        ValueError: Some bounds have no number between them, or the dtype cannot hold a finite bound.
+        TypeError: An argument is unknown, or a bound is missing.
 
     Example:
         >>> spec = Bounded(low=-1, high=torch.tensor([1.0, 2.0]))
@@ -128,7 +128,7 @@ class Bounded(LeafSpec):
         return math.inf
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it lies between its bounds.
+        """Return for each element whether it is between its bounds.
 
         Returns:
             bool. The shape of `val`.
@@ -182,7 +182,7 @@ class Bounded(LeafSpec):
 
 
 class BoundedContinuous(Bounded):
-    """Say that each element is any number from `low` to `high`. See Bounded.
+    """Spec whose elements are any numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedContinuous(0, 1, shape=(2,)).domain
@@ -202,7 +202,7 @@ class BoundedContinuous(Bounded):
 
 
 class BoundedDiscrete(Bounded):
-    """Say that each element is a whole number from `low` to `high`. See Bounded.
+    """Spec whose elements are whole numbers from `low` to `high`. See Bounded.
 
     Example:
         >>> BoundedDiscrete(0, 255, shape=(2,), dtype=torch.uint8).domain

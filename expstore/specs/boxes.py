@@ -1,6 +1,6 @@
-"""The spaces of specs: between bounds, one of n, several of these.
+"""The spaces of specs (`spec.space`): numbers between bounds, one of n choices, several such choices.
 
-Used by the specs, and by whoever reads `spec.space`. They draw nothing and check nothing.
+They only describe a space: they draw nothing and check nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Specs of choices among n: as numbers from 0 to n - 1, or as rows with a single one.
 
-Used by whoever describes discrete actions. What is chosen has no meaning here.
+Use them for discrete actions. The specs do not know what a choice means.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Categorical", "OneHot"]
 
 
 class Categorical(LeafSpec):
-    """Say that each element is a number from 0 to n - 1.
+    """Spec whose elements are numbers from 0 to n - 1.
 
     A mask hides some of them: see `update_mask`. Threads may use one at once while none changes its mask;
     processes and crashes: see TensorSpec.
@@ -78,7 +78,7 @@ class Categorical(LeafSpec):
         return self._mask
 
     def set_provisional_n(self, n: int) -> None:
-        """Say how many choices there are for now, where it was not known. Changes this spec."""
+        """Set the number of choices for now, if it was unknown. Changes this spec."""
         self._provisional_n = as_count(n, "set_provisional_n: n")
 
     def update_mask(self, mask: Any) -> None:
@@ -136,7 +136,7 @@ class Categorical(LeafSpec):
         return draw_allowed(self.mask.expand(*size, self.n), generator).to(self.dtype)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it is a choice that is allowed.
+        """Return for each element whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val`.
@@ -200,7 +200,7 @@ class Categorical(LeafSpec):
 
         Args:
             val: A value of this spec.
-            safe: Raise an AssertionError if it is none.
+            safe: Raise an AssertionError if `val` is not in the spec.
 
         Returns:
             bool. Shape `(*val.shape, n)`.
@@ -235,7 +235,7 @@ class Categorical(LeafSpec):
 
 
 class OneHot(LeafSpec):
-    """Say that each row of n elements has a single one, and zeros elsewhere.
+    """Spec whose rows of n elements have a single one, and zeros elsewhere.
 
     The last dim is the row: it cannot be indexed or moved. Threads, processes and crashes: see Categorical.
 
@@ -340,7 +340,7 @@ class OneHot(LeafSpec):
         return torch.nn.functional.one_hot(choices, self.n).to(self.dtype)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each row whether it is a choice that is allowed.
+        """Return for each row whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val` without the last dim.
@@ -350,7 +350,7 @@ class OneHot(LeafSpec):
         return fits if self.mask is None else fits & (ones & self.mask.to(val.device)).any(-1)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Draw a choice where a row is none: larger numbers are as much more likely."""
+        """Replace rows that are not in the spec by a choice drawn in proportion to the row's numbers."""
         fits = self.within(val)
         weights = val.nan_to_num(0).double().clamp(min=0)
         allowed = torch.ones_like(val, dtype=torch.bool)
@@ -368,13 +368,13 @@ class OneHot(LeafSpec):
 
         Args:
             val: The numbers. Any shape.
-            ignore_device: Let a tensor lie where it is.
+            ignore_device: Leave a tensor on its device.
 
         Returns:
-            A tensor of the spec's dtype. The shape of `val`, and n.
+            A tensor of the spec's dtype. Shape `(*val.shape, n)`.
 
         Raises:
-            AssertionError: One is none of these.
+            AssertionError: A number is not from 0 to n - 1.
         """
         numbers = torch.as_tensor(val, device=None if ignore_device else self.device)
         if ((numbers < 0) | (numbers >= self.n)).any():

@@ -31,20 +31,20 @@ _MISSING: Any = object()
 class Composite(Lockable, BatchDims):
     """Hold a spec for each key of a TensorDict; its shape is the batch size.
 
-    A key without a spec (None) may hold anything. Threads: any number may read one that nobody changes.
+    A key without a spec (None) may hold anything. Threads: any number may read it while no thread changes it.
     Processes: it can be pickled.
 
     Args:
-        args: Key -> spec, as one dict or composite: keys may be nested, and so may dicts.
-        shape: The first dims of all specs in it; `batch_size` is another name for it.
-        device: Where all specs in it are; None: each may be elsewhere.
-        data_cls: What is made of values instead of a TensorDict, by its `from_dict`.
-        step_mdp_static: Whether TorchRL's `step_mdp` takes it over as it is.
-        names: Of the dims; None: they have none.
+        args: Key -> spec, as one dict or Composite; keys and dicts may be nested.
+        shape: The leading dims of all specs in it; `batch_size` is another name for it.
+        device: Device of all specs in it; None: each spec may have its own.
+        data_cls: Class of the values instead of TensorDict; made by its `from_dict`.
+        step_mdp_static: Whether TorchRL's `step_mdp` keeps the values unchanged.
+        names: Names of the dims; None: they have none.
         kwargs: Key -> spec.
 
     Raises:
-        ValueError: A spec's first dims are others.
+        ValueError: The leading dims of a spec differ from `shape`.
         RuntimeError: A spec is on another device.
 
     Example:
@@ -187,7 +187,7 @@ class Composite(Lockable, BatchDims):
         Args:
             include_nested: Those of composites in it, too, before these themselves.
             leaves_only: Leave out those of composites.
-            is_leaf: Says of a spec's class whether it is a leaf; None: all but composites are.
+            is_leaf: Returns whether a class of specs is a leaf; None: all but composites are.
             step_mdp_static_only: Take composites that `step_mdp` leaves as they are for leaves.
         """
         return KeysView(self, include_nested, leaves_only, is_leaf, step_mdp_static_only)
@@ -248,7 +248,7 @@ class Composite(Lockable, BatchDims):
         return cast("Composite", spec)._entry(tuple(rest)) if rest else spec
 
     def get(self, item: NestedKey, default: Any = None) -> Any:
-        """Return the spec of a key; `default` where there is none."""
+        """Return the spec of a key, or `default` if the key is missing."""
         try:
             return self[item]
         except KeyError:
@@ -325,7 +325,7 @@ class Composite(Lockable, BatchDims):
         del inner._specs[name]
 
     def pop(self, key: NestedKey, default: Any = _MISSING) -> Any:
-        """Take a spec out and return it; `default` where there is none."""
+        """Remove a spec and return it; return `default` if the key is missing."""
         found = self.get(key, _MISSING)
         if found is not _MISSING:
             del self[key]
@@ -415,15 +415,15 @@ class Composite(Lockable, BatchDims):
         return True
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Replace in a TensorDict each value that is none of its spec by one that is; return it.
+        """Replace each value that is not in its spec by one that is, in place; return the TensorDict.
 
         Args:
-            val: It: all keys that have a spec.
-            generator: What draws a value where a mask hides the old one.
+            val: The TensorDict. It needs every key that has a spec.
+            generator: Draws the new value if a mask hides the old one.
 
         Raises:
             KeyError: A key is missing; nothing was changed.
-            TypeError: It has no keys.
+            TypeError: `val` has no keys.
         """
         return self._project(val, generator)
 
@@ -432,7 +432,7 @@ class Composite(Lockable, BatchDims):
         missing = [key for key, spec in self.entries() if spec is not None and val.get(key, None) is None]
         if missing:
             raise KeyError(
-                f"Composite.project takes a value for each key that has a spec; there is none for {missing}: "
+                f"Composite.project needs a value for each key that has a spec; {missing} are missing: "
                 f"the keys are {list(val.keys())}"
             )
         for key, spec in self.entries():
@@ -472,11 +472,11 @@ class Composite(Lockable, BatchDims):
         return self._gather(made, safe(self.shape))
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> dict[str, Any]:
-        """Return a TensorDict as a dict of arrays, nested alike.
+        """Return a TensorDict as a dict of arrays, nested in the same way.
 
         Args:
-            val: It.
-            safe: Refuse values that are none of their specs, by an AssertionError; None: as the specs do.
+            val: The TensorDict.
+            safe: Raise an AssertionError if a value is not in its spec; None: use the default of each spec.
         """
         return {key: self[key].to_numpy(value, safe) for key, value in val.items()}
 

@@ -1,7 +1,7 @@
 """gymnasium's spaces as specs, and specs as gymnasium's spaces: the same sets of values.
 
-Used by the collector, and by whoever has an environment. gymnasium is imported when something is to become
-a space, only.
+Used by the collector, and by users for their own environments. gymnasium is imported only when a spec is
+converted to a space.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ __all__ = ["Lockable"]
 class Lockable:
     """Lock a tree of specs as TensorDicts are locked.
 
-    Whoever is locked together with the one above it can only be unlocked from there. Threads: a lock
+    A spec that was locked together with its parent can only be unlocked through the parent. Threads: a lock
     protects from mistakes, not from other threads. Copies made by pickle are locked, too; clones are not.
 
     Example:
@@ -26,7 +26,7 @@ class Lockable:
     """
 
     _is_locked: bool = False
-    #: Those that have locked this one; they may have gone meanwhile.
+    #: Weak references to the composites that locked this one.
     _lockers: tuple[weakref.ref[Lockable], ...] = ()
 
     @abstractmethod
@@ -96,11 +96,11 @@ class Lockable:
             raise RuntimeError("Cannot modify a locked Composite.")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy takes over: it is locked by nobody but itself."""
+        """Return the state without the composites that locked this one: they do not contain the copy."""
         return {name: value for name, value in self.__dict__.items() if name != "_lockers"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what `__getstate__` returned; what is locked, locks what is within."""
+        """Restore the state of `__getstate__`; a locked composite locks those within it."""
         self.__dict__.update(state)
         if self._is_locked:
             for branch in self._branches():

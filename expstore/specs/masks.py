@@ -33,13 +33,15 @@ def same_mask(mine: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def draw_allowed(mask: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    """Draw one of the places of the last dim where a mask is True. Shape without it, int64.
+    """Draw, for each row, one of the positions along the last dim where the mask is True.
+
+    Returns int64, of the mask's shape without the last dim.
 
     Raises:
-        RuntimeError: There is none.
+        RuntimeError: A row of the mask has no True.
     """
     if not mask.any(-1).all():
-        raise RuntimeError(f"all {mask.shape[-1]} choices are hidden by the mask: there is none to be drawn")
+        raise RuntimeError(f"cannot draw a choice: the mask hides all {mask.shape[-1]} choices")
     flat: torch.Tensor = mask.reshape(-1, mask.shape[-1]).float()
     if not flat.numel():
         return torch.zeros(mask.shape[:-1], dtype=torch.int64, device=mask.device)

@@ -1,6 +1,6 @@
-"""Specs of several choices, each among a number of its own: as numbers, or as rows one behind another.
+"""Specs of several choices, each with its own number of options: as numbers, or as joined one-hot rows.
 
-Used by whoever describes actions of several parts. A single choice is Categorical's or OneHot's.
+Use them for actions of several parts. For a single choice use Categorical or OneHot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MultiCategorical", "MultiOneHot"]
 
 
 class MultiCategorical(Categorical):
-    """Say of each element that it is a number from 0 to a number of its own.
+    """Spec whose elements are choices, each among its own number of options.
 
     A mask hides some of them, where the numbers differ along the last dim only: see `update_mask`. Threads,
     processes and crashes: see Categorical.
@@ -84,7 +84,7 @@ class MultiCategorical(Categorical):
 
     @property
     def _counts(self) -> list[int] | None:
-        """How many choices the elements of each row have; None where the rows differ, or there are none."""
+        """Number of choices of each element of a row; None if the rows differ, or if there are no rows."""
         rows = self.nvec.flatten(0, -2) if self.ndim > 1 else self.nvec[None]
         return rows[0].tolist() if len(rows) and (rows == rows[:1]).all() else None
 
@@ -178,7 +178,7 @@ class MultiCategorical(Categorical):
         return made
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each element whether it is a choice that is allowed.
+        """Return for each element whether it is an allowed choice.
 
         Returns:
             bool. The shape of `val`.
@@ -260,17 +260,17 @@ class MultiCategorical(Categorical):
         return self._remade(indexing(self.shape, idx))
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
-        """Return choices as rows of bools, those of a row's elements one behind another.
+        """Return choices as rows of bools: the one-hot rows of a row's elements, concatenated.
 
         Args:
             val: A value of this spec.
-            safe: Raise an AssertionError if it is none.
+            safe: Raise an AssertionError if `val` is not in the spec.
 
         Returns:
-            bool. Shape `(*val.shape[:-1], nvec.sum())`; a nested tensor where the rows differ.
+            bool. Shape `(*val.shape[:-1], nvec.sum())`; a nested tensor if the rows differ.
 
         Raises:
-            ValueError: The rows differ, and spec or value have other than two dims.
+            ValueError: The rows differ, and the spec or the value does not have two dims.
         """
         if safe:
             self.assert_is_in(val)
@@ -303,7 +303,7 @@ class MultiCategorical(Categorical):
 
 
 class MultiOneHot(OneHot):
-    """Say that each row is several rows, one behind another, each with a single one.
+    """Spec whose rows are several one-hot rows, concatenated.
 
     The last dim cannot be indexed or moved. Threads, processes and crashes: see Categorical.
 
@@ -399,7 +399,7 @@ class MultiOneHot(OneHot):
         return torch.cat(parts, -1)
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say of each value whether all its rows are choices that are allowed.
+        """Return for each value whether all its rows are allowed choices.
 
         Returns:
             bool. The shape of `val` without the last dim.
@@ -496,7 +496,7 @@ def _with_a_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _as_counts(nvec: Any) -> torch.Tensor:
-    """Return numbers of choices as whole numbers; a ValueError if one is none from 1 on."""
+    """Return numbers of choices as integers; raise ValueError if one is not an integer of at least 1."""
     counts = torch.as_tensor(nvec)
     for n in counts.reshape(-1).tolist():
         as_count(n, "MultiCategorical: nvec")

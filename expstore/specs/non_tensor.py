@@ -1,6 +1,6 @@
-"""Specs of what is no tensor, and of choices among other specs.
+"""Specs of values that are not tensors, and of choices among other specs.
 
-Used by whoever describes texts and objects. What an object may be is not said: any is in the spec.
+Use them for texts and objects. A spec of objects accepts any object.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Choice", "NonTensor"]
 
 
 class NonTensor(LeafSpec):
-    """Say that a field holds objects.
+    """Spec of a field that holds objects.
 
     Threads, processes and crashes: see TensorSpec.
 
     Args:
         shape: Of a value.
-        device: Of the TensorDicts that objects lie in; None: none.
+        device: Device of the TensorDicts that hold the objects; None: no device.
         dtype: None; nothing is made of it.
         example_data: What `rand`, `zero` and `one` return.
         batched: One object for each element, not one for all of them.
@@ -166,7 +166,7 @@ class NonTensor(LeafSpec):
 
 
 class Choice(TensorSpec):
-    """Say that a value is in one of several specs, or is one of several objects.
+    """Spec of values that are in one of several specs, or are one of several objects.
 
     Threads, processes and crashes: see TensorSpec.
 
@@ -174,8 +174,8 @@ class Choice(TensorSpec):
         choices: The specs, or NonTensorData or NonTensorStacks: all of one class, shape, dtype and device.
 
     Raises:
-        TypeError: They are of different classes, or of none of these.
-        ValueError: They differ in shape, dtype or device, or there is none.
+        TypeError: The choices are of different classes, or of an unsupported class.
+        ValueError: The choices differ in shape, dtype or device, or there are no choices.
 
     Example:
         >>> spec = Choice([Bounded(0, 1, shape=()), Bounded(5, 6, shape=())])
@@ -273,7 +273,10 @@ class Choice(TensorSpec):
         return (fitting or made)[0]
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
-        """Return a value as an environment takes it; with `safe`, an AssertionError if it is none here."""
+        """Return a value as an environment takes it.
+
+        With `safe`, raise AssertionError if the value is not in the spec.
+        """
         if safe:
             self.assert_is_in(val)
         fitting = [one for one in self._choices if self._of_specs and one.is_in(val)]

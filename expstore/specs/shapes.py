@@ -50,7 +50,7 @@ def safe(shape: Iterable[int]) -> torch.Size:
 
 
 def broadcast(*shapes: torch.Size) -> torch.Size:
-    """Return the shape that all of some shapes expand to; a RuntimeError if there is none."""
+    """Return the shape that all of the shapes expand to; raise RuntimeError if they do not fit together."""
     return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
 
 
@@ -150,7 +150,7 @@ def squeezed(shape: torch.Size, dim: int | None) -> Move | None:
     else:
         place = dim + len(shape) if dim < 0 else dim
         if not 0 <= place < len(shape):
-            raise IndexError(f"squeeze: dim {dim} is none of a spec of shape {shape}")
+            raise IndexError(f"squeeze: dim {dim} is out of range for a spec of shape {shape}")
         gone = [place] if shape[place] == 1 else []
     return Move(lambda tensor, _: tensor.squeeze(tuple(gone))) if gone else None
 
@@ -181,7 +181,7 @@ def picking(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
     """Return the move of `torch.index_select`; an IndexError if there is no such place."""
     place = dim + len(shape) if dim < 0 else dim
     if not 0 <= place < len(shape):
-        raise IndexError(f"index_select: dim {dim} is none of a spec of shape {shape}")
+        raise IndexError(f"index_select: dim {dim} is out of range for a spec of shape {shape}")
     if ((index < 0) | (index >= shape[place])).any():
         raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {shape[place]}")
     return Move(lambda tensor, _: tensor.index_select(place, index.to(tensor.device)))

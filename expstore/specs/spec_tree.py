@@ -13,7 +13,8 @@ __all__ = ["Tree", "build", "take_apart"]
 #: `kind` is a class's name; the rest are its arguments, by their names.
 Tree = dict[str, Any]
 
-#: Class -> what says what it is, beside shape, device and dtype. The first that a spec is one of counts.
+#: Class -> the attributes that describe it, besides shape, device and dtype. The first class that a spec is
+#: an instance of counts.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "Bounded": ("low", "high", "domain"),
     "Unbounded": ("domain",),

@@ -28,7 +28,7 @@ _Part = TypeVar("_Part", bound=TensorSpec)
 
 
 class _Stack(TensorSpec, Generic[_Part]):
-    """What both kinds of stacks do: each act is the parts' own, beside one another."""
+    """Base of both kinds of stacks: apply each method to every part, and stack the results."""
 
     _parts: list[_Part]
     dim: int
@@ -147,7 +147,7 @@ class _Stack(TensorSpec, Generic[_Part]):
         raise self._refuse("index")
 
     def cardinality(self) -> Any:
-        """Raise NotImplementedError: the specs are alternatives to nobody."""
+        """Raise NotImplementedError: the stacked specs are not alternatives that could be counted."""
         raise self._refuse("cardinality")
 
     def reshape(self, *shape: Any) -> Any:
@@ -443,7 +443,7 @@ class StackedComposite(_Stack[Composite], Composite):
         raise self._refuse("making one of other specs")
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
-        """Return a stack in which each value that is none of its spec is replaced by one that is."""
+        """Return a stack in which each value that is not in its spec is replaced by one that is."""
         joined = self._project(val, generator)
         return joined if isinstance(val, LazyStackedTensorDict) else joined.to_tensordict()
 

@@ -34,16 +34,16 @@ def from_torchrl(spec: Any) -> Any:
 
 
 def from_env(env: Any) -> specs.Composite:
-    """Return the specs of the rows that TorchRL's collectors make of one of its environments.
+    """Return the specs of the rows that TorchRL's collectors make from a TorchRL environment.
 
-    Observations, states, actions and done flags, and under `next` observations, rewards and done flags; of
-    one environment, where it stands for a batch of them.
+    They are observations, states, actions and done flags, and under `next` observations, rewards and done
+    flags. For a batch of environments, they are the specs of one of them.
 
     Args:
         env: A TorchRL environment, with its transforms.
 
     Raises:
-        TypeError: It is none.
+        TypeError: `env` is not a TorchRL environment.
 
     Example:
         >>> from torchrl.envs import GymEnv

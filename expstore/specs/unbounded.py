@@ -1,6 +1,6 @@
 """Specs of any numbers.
 
-Used by whoever describes what has no bounds. All that they say is shape, dtype and device.
+Use them for values without bounds. They describe only shape, dtype and device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
 
 
 class Unbounded(LeafSpec):
-    """Say that each element is any number of a dtype.
+    """Spec whose elements are any numbers of a dtype.
 
     Instances are of one of two classes: UnboundedContinuous, or UnboundedDiscrete where `domain` says so; the
     dtype decides if `domain` is not given. `space` has the bounds of the dtype, but infinities and NaN are in
     the spec, too. Equal to a Bounded with those bounds. Threads, processes and crashes: see TensorSpec.
 
     Args:
-        shape: Of a value.
-        device: Where values lie.
-        dtype: What a value is made of; torch's default dtype otherwise.
+        shape: Shape of a value.
+        device: Device of the values.
+        dtype: Dtype of the values; torch's default dtype if not given.
         domain: "continuous" or "discrete".
 
     Raises:
-        TypeError: An argument that is none.
+        TypeError: An unknown argument is given.
 
     Example:
         >>> spec = Unbounded(shape=(2,))
@@ -85,7 +85,7 @@ class Unbounded(LeafSpec):
         raise NotImplementedError("`cardinality` is not implemented for Unbounded specs.")
 
     def within(self, val: torch.Tensor) -> torch.Tensor:
-        """Say that each element is in the space.
+        """Return True for each element: all numbers are in the space.
 
         Returns:
             bool. The shape of `val`.
@@ -135,7 +135,7 @@ class Unbounded(LeafSpec):
 
 
 class UnboundedContinuous(Unbounded):
-    """Say that each element is any number of a dtype. See Unbounded.
+    """Spec whose elements are any numbers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedContinuous((2,)).domain
@@ -144,7 +144,7 @@ class UnboundedContinuous(Unbounded):
 
 
 class UnboundedDiscrete(Unbounded):
-    """Say that each element is any whole number of a dtype. See Unbounded.
+    """Spec whose elements are any whole numbers of a dtype. See Unbounded.
 
     Example:
         >>> UnboundedDiscrete((2,)).dtype

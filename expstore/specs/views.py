@@ -25,8 +25,8 @@ class _View(Generic[_Shown]):
         composite: Whose.
         include_nested: Those of composites in it, too, before these themselves.
         leaves_only: Leave out what is no leaf.
-        is_leaf: Says of a spec's class whether it is one; None: all but composites are.
-        step_mdp_static_only: Only what `step_mdp` leaves as it is.
+        is_leaf: Returns whether a class of specs is a leaf; None: all but composites are.
+        step_mdp_static_only: Only entries that `step_mdp` keeps unchanged.
     """
 
     def __init__(

@@ -144,7 +144,7 @@ class _Scan:
     LIMIT has its rows, and end the process if the interpreter ends before them.
 
     Args:
-        schema: Of the batches.
+        schema: Schema of the batches.
         batches: Read once.
     """
 
@@ -157,7 +157,7 @@ class _Scan:
 
 
 class _Pace:
-    """Say how many rows come out of columns at a time, and when they are too many.
+    """Decide how many rows are read from columns at a time, and refuse too many.
 
     Args:
         columns: The columns.

@@ -69,7 +69,7 @@ def _map(column: Any, kind: pa.DataType) -> Any:
         missing = None if gaps is None else np.append(gaps.to_numpy(zero_copy_only=False), False)
         offsets = pa.array(
             starts, mask=missing
-        )  # a mask beside the offsets of a slice is more than Arrow does
+        )  # Arrow cannot combine a mask with the offsets of a sliced array
         return pa.ListArray.from_arrays(offsets, _map(column.values, kind.value_type))
     if pa.types.is_fixed_size_list(kind):
         size = kind.list_size

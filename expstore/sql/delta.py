@@ -69,12 +69,12 @@ class Delta:
 
 
 def fill(con: duckdb.DuckDBPyConnection, delta: Delta, meta: Mapping[str, str]) -> None:
-    """Write all there is into tables that hold nothing, in the caller's transaction.
+    """Fill empty tables, in the caller's transaction.
 
     Args:
-        con: A connection of which nobody else makes use.
-        delta: Everything.
-        meta: Keys and JSON texts.
+        con: A connection that nothing else uses.
+        delta: The whole content of the store.
+        meta: Keys and their values as JSON texts.
     """
     made = {
         "sources": _source_table(delta),
@@ -96,7 +96,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
     """Write a delta in one transaction.
 
     Args:
-        con: A connection of which nobody else makes use, without a transaction.
+        con: A connection that nothing else uses, with no open transaction.
         delta: What changed.
     """
     live, rest = _live_rows(con, delta)
@@ -136,7 +136,7 @@ _FORGET = (
     "UPDATE episode_rows SET live_rows = n.live_rows FROM new_live AS n "
     "WHERE episode_rows.episode_id = n.episode_id",
 )
-# Also those of which nobody speaks any more: a store that was killed may not remember them.
+# This includes episodes that the delta does not name: a store that was killed may have forgotten them.
 _FADE = "UPDATE episode_rows SET live_rows = 0 WHERE live_rows > 0 AND last_id <= ?"
 _INSERT = (
     "INSERT INTO sources SELECT * FROM new_sources",
@@ -154,7 +154,7 @@ def last_position(con: duckdb.DuckDBPyConnection) -> Position:
 
 
 def find_episode(con: duckdb.DuckDBPyConnection, number: int) -> LogEntry | None:
-    """Return the episode with this id; None: there is none."""
+    """Return the episode with this id, or None if it does not exist."""
     found = con.execute(_FIND, [number]).fetchall()
     return LogEntry(*found[0]) if found else None
 
@@ -209,9 +209,10 @@ def rollback(con: duckdb.DuckDBPyConnection) -> None:
 
 
 def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[IntArray, pa.Table]:
-    """Return the live rows of the changed episodes, and those of the others as a table.
+    """Return the live rows of the changed episodes, and the live rows of the other episodes as a table.
 
-    Those of whom the delta does not speak are as the tables say; without a connection there are none.
+    A changed episode whose count is not in the delta keeps its count in the index, or has 0 without a
+    connection.
     """
     ids = np.asarray(delta.episodes["episode_id"], np.int64)
     said = np.asarray(delta.live["episode_id"], np.int64)
@@ -234,7 +235,7 @@ def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[Int
 
 
 def _look_up(wanted: IntArray, keys: IntArray, values: IntArray) -> IntArray:
-    """Return the value of each wanted key (of equal keys the last one), 0 where there is none."""
+    """Return the value of each wanted key, 0 where it is missing. Of equal keys the last one counts."""
     if not len(keys):
         return np.zeros(len(wanted), np.int64)
     order = np.argsort(keys, kind="stable")

@@ -53,7 +53,7 @@ FACTS = (
     "status",
     "info",
 )
-#: What changes while a row stays as it is, and nobody says so.
+#: Columns that change while the row itself does not, without notice. Conditions may not use them.
 _FLEETING = {
     ("_priority",): "priorities change with every batch; draw by them with PrioritizedSampler",
     ("_sampled",): "counts change with every batch; ConsumingSampler draws by them",
@@ -112,13 +112,13 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Say what conditions need to know of a store's rows.
+    """Describe which columns of a store's rows an expression reads.
 
     Args:
-        fields: Places of fields in the schema.
-        rows: Row columns beside `_id`, as SQL calls them.
+        fields: Positions of the fields in the schema.
+        rows: Names in SQL of the row columns that are needed besides `_id`.
         schema: The fields.
-        tops: How the first parts of their keys are called.
+        tops: Names in SQL of the first parts of the fields' keys.
     """
 
     fields: tuple[int, ...]
@@ -135,7 +135,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class ConditionLimits:
-    """Bound what one query of an expression may take; one query looks at up to 131,072 rows.
+    """Limit the resources of one query of an expression; one query reads up to 131,072 rows.
 
     Args:
         seconds: After which it is interrupted.
@@ -147,7 +147,7 @@ class ConditionLimits:
 
 
 class Conditions:
-    """Say which rows match `where`, and with which `weight`.
+    """Evaluate which rows match `where`, and their `weight`.
 
     Not locked: one thread asks at a time. A forked child makes its own database. Nothing is kept of rows.
 
@@ -250,16 +250,16 @@ class Conditions:
 
         Args:
             needs: What `bind` returned.
-            ids: The rows, ascending. Shape `(n,)`.
-            columns: Their fields and row columns, as needed. Shapes `(n, *row shape)`.
-            facts: An Arrow table of their episodes with `self.facts`; None where there are none.
-            capacity: Of a ring; None: unbounded.
+            ids: Ids of the rows, ascending. Shape `(n,)`.
+            columns: The fields and row columns that `needs` names. Shapes `(n, *row shape)`.
+            facts: An Arrow table of the rows' episodes with `self.facts`; None if `self.facts` is empty.
+            capacity: Capacity of the ring; None for an unbounded store.
 
         Returns:
-            Shape `(n,)`, float64; not checked: a weight may be no number.
+            Shape `(n,)`, float64. The weights are not validated: one may be NaN.
 
         Raises:
-            QueryError: DuckDB cannot compute them.
+            QueryError: DuckDB cannot compute the weights.
         """
         where = "TRUE" if self.where is None else f"({self.where}\n)"
         weight = "1" if self.weight is None else f"({self.weight}\n)"
@@ -390,7 +390,7 @@ def _deadline(cursor: duckdb.DuckDBPyConnection, limits: ConditionLimits) -> Ite
 
 
 class Formula(Conditions):
-    """Say what rows have in a field, by one SQL expression over a row and its episode.
+    """Compute the values of a field by one SQL expression over a row and its episode.
 
     Args:
         text: The expression.
@@ -411,20 +411,20 @@ class Formula(Conditions):
     def values(
         self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
     ) -> Array:
-        """Return what each row has.
+        """Return the value of the expression for each row.
 
         Args:
             needs: What `bind` returned.
-            ids: The rows, ascending. Shape `(n,)`.
-            columns: Their fields and row columns, as needed. Shapes `(n, *row shape)`.
-            facts: An Arrow table of their episodes with `self.facts`; None where there are none.
-            capacity: Of a ring; None: unbounded.
+            ids: Ids of the rows, ascending. Shape `(n,)`.
+            columns: The fields and row columns that `needs` names. Shapes `(n, *row shape)`.
+            facts: An Arrow table of the rows' episodes with `self.facts`; None if `self.facts` is empty.
+            capacity: Capacity of the ring; None for an unbounded store.
 
         Returns:
-            Shape `(n,)`, or `(n, ...)` of arrays and lists, which must be of one length.
+            Shape `(n,)`, or `(n, ...)` for arrays and lists, which must all have one length.
 
         Raises:
-            QueryError: DuckDB cannot compute them, or what it finds is no number, or not there.
+            QueryError: DuckDB cannot compute the values, or a value is not a number or is missing.
         """
         with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
@@ -530,7 +530,7 @@ def _operands(tree: dict[str, Any]) -> Iterator[tuple[Path, int]]:
 
 
 def _meet(name: Path, path: Path) -> bool:
-    """Return whether one of two paths goes on from the other."""
+    """Return whether one of two paths is a prefix of the other."""
     return all(a == b for a, b in zip(name, path, strict=False))
 
 

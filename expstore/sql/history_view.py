@@ -1,7 +1,7 @@
-"""What SQL sees of rows that have left a ring for its archive, together with those that are there.
+"""The SQL view `history`: the rows of a ring together with the rows that were moved to its archive.
 
-Given to `expstore.sql.views` by whoever has an archive; `attach` puts the view `history` on the cursor of one
-query. It copies no column: a query that names few reads few, on both sides.
+Passed to `expstore.sql.views` by stores that have an archive; `attach` creates the view on the cursor of one
+query. It copies no column: a query reads only the columns it names, from the ring and from the archive.
 """
 
 from __future__ import annotations

@@ -61,16 +61,16 @@ _RELATIONS = ("commits", "episodes", "fragments", "meta", "priorities", "sources
 
 
 class Index:
-    """Answer SQL over a store and take in what changed.
+    """Answer SQL over a store, and commit changes of the store to the index.
 
-    Threads may query while one commits: each query has a cursor of its own, commits wait for one
-    another. Ctrl-C ends a query of the main thread. A forked child may not use it. Make one with `open`.
+    Threads may query while another thread commits: each query has its own cursor, and commits run one at a
+    time. Ctrl-C ends a query of the main thread. A forked child may not use it. Create one with `open`.
 
     Attributes:
-        position: The last record the index covers; (0, 0) where it holds nothing, and after damage was
+        position: The last record that the index covers. (0, 0) if the index is empty, or after damage was
             found while running: the next commit must then be complete.
         notice: One line that says why the file found at opening is not used, or None.
-        complete: Whether the last commit wrote everything into a new file and let go of it.
+        complete: Whether the last commit wrote everything into a new file and closed it.
     """
 
     def __init__(
@@ -110,19 +110,19 @@ class Index:
     ) -> Index:
         """Open the index of a store.
 
-        A missing file is made by the first commit. One that is damaged or belongs to another store is
-        set aside, with a line in `notice`.
+        The first commit creates a missing file. A file that is damaged or belongs to another store is renamed
+        out of the way, and `notice` says so.
 
         Args:
             path: The file; None keeps the index in memory.
-            disk: What acts on files.
-            store_uuid: The store's own, to know its index by.
-            config: Settings of DuckDB beside those of every index.
+            disk: Access to the file system.
+            store_uuid: UUID of the store; the index file must have the same.
+            config: DuckDB settings in addition to those of every index.
 
         Raises:
             LockedError: Another program has the file open.
-            MigrationError: It was made by a newer version of expstore or DuckDB.
-            StorageError: It cannot be opened for a reason outside it (permissions, too many open files).
+            MigrationError: The file was made by a newer version of expstore or DuckDB.
+            StorageError: The file cannot be opened for an outside reason (permissions, too many open files).
         """
         index = cls(path, disk=disk, store_uuid=store_uuid, config=config)
         if path is not None and disk.exists(path):
@@ -228,7 +228,7 @@ class Index:
                 delta_tables.replace_meta(cursor, texts)
 
     def close(self) -> None:
-        """Bring everything into the file and let go of it; a second call does nothing.
+        """Write everything to the file and close it; a second call does nothing.
 
         Raises:
             StorageError: The disk is full or refuses; the index is closed nevertheless.
@@ -357,7 +357,7 @@ class Index:
         return con
 
     def _rebuild(self, delta: Delta, last: Mapping[str, object] | None) -> None:
-        """Build a new database beside the old one and put it in its place."""
+        """Build a new database next to the old one, and replace the old one with it."""
         temp = self.path and self.path.with_name("index.tmp")
         if last is not None:
             self._meta = _texts(last)
@@ -373,7 +373,7 @@ class Index:
         if temp is not None:
             con.close()
             self._disk.sync_path(temp)
-        # Nobody may still have the old file: its last cursor, when it goes, removes the log by its name.
+        # No cursor may still have the old file open: its last cursor removes the log by name when it closes.
         with self._gate.alone():
             damage, self._damage = self._damage, "a new file could not take its place"
             self.position = (0, 0)
@@ -391,7 +391,7 @@ class Index:
     def _put(self, temp: Path, path: Path, damage: str | None) -> None:
         if damage is not None:
             self._set_aside(path, damage)
-        # The log goes first: DuckDB would replay it into the file it stands beside.
+        # Remove the old log first: DuckDB would replay it into the new file of the same name.
         self._remove(path, *_LOG_SUFFIXES)
         self._disk.rename(temp, path)
         self._disk.sync_dir(path.parent)
@@ -413,19 +413,19 @@ class Index:
 
 
 def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, list[tuple[Any, ...]]]]:
-    """Read an index's file that nobody has open, without changing it.
+    """Read the file of an index that no process has open, without changing it.
 
     Args:
         path: The file.
-        store_uuid: The store's own.
+        store_uuid: UUID of the store.
 
     Returns:
-        The last record it covers, and the rows of the relations that can be made from it alone.
+        The last record that the index covers, and the rows of the relations that need nothing else.
 
     Raises:
-        CorruptionError: The file is damaged, or another store's.
-        LockedError: Another program has it open.
-        MigrationError: It was made by a newer version of expstore or DuckDB.
+        CorruptionError: The file is damaged, or belongs to another store.
+        LockedError: Another program has the file open.
+        MigrationError: The file was made by a newer version of expstore or DuckDB.
     """
     index = Index(path, disk=Disk(), store_uuid=store_uuid)
     try:

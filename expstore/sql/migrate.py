@@ -48,7 +48,7 @@ class Migration:
 
 
 def folder() -> Path:
-    """Return where the steps lie: beside this module, in a wheel as in a checkout (there by a link)."""
+    """Return the folder of the migrations, next to this module (in a checkout it is a link)."""
     return Path(__file__).parent.parent / "migrations"
 
 
@@ -165,9 +165,9 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
 
 
 def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None) -> None:
-    """Apply all steps to a database that has nothing yet, in the caller's transaction.
+    """Apply all steps to an empty database, in the caller's transaction.
 
-    For files that nobody sees before they are whole: half of the time that `migrate` takes.
+    For files that are renamed into place once they are complete. Takes half of the time of `migrate`.
 
     Raises:
         MigrationError: A step failed.

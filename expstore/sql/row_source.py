@@ -80,12 +80,12 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
 
 
 def history_of(storage: ReadView, window: Window, beside: Beside) -> History:
-    """Return the rows of a ring and of its archive; none is on both sides.
+    """Return the rows of a ring and of its archive; no row is in both.
 
     Args:
         storage: The ring.
-        window: Its rows.
-        beside: The archive, as it was before that.
+        window: The readable ids of the ring.
+        beside: The archive, captured before `window` was.
     """
     from expstore.sql.history_view import SHOWN, History
     from expstore.sql.index import Relations

@@ -43,13 +43,13 @@ MANY_CHANGES = 20_000
 
 
 class Catalog:
-    """Bring the index up to date and ask it.
+    """Bring the index up to date and query it.
 
-    Threads may query at once; one brings the index up to date at a time.
+    Threads may query at the same time; only one of them updates the index at a time.
 
     Args:
-        storage: Whose rows and episodes it knows.
-        config: Settings of DuckDB beside those of every index.
+        storage: The storage whose rows and episodes are indexed.
+        config: DuckDB settings in addition to those of every index.
     """
 
     def __init__(self, storage: ReadView, *, config: Mapping[str, str] | None = None) -> None:
@@ -91,7 +91,7 @@ class Catalog:
         """Return some of the rows of the relation `episodes`.
 
         Raises:
-            QueryError: The expressions are none, or DuckDB refuses them.
+            QueryError: `where` or `order_by` is not a valid expression, or DuckDB cannot evaluate it.
             StateError: The store is closed.
         """
         from expstore.sql.views import select_episodes
@@ -112,7 +112,8 @@ class Catalog:
             alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
                 archive = storage.archived() if "history" in sql.lower() else None
-                beside = None if archive is None else Beside(archive)  # before rows are looked for that left
+                # Captured before the window is read, because rows move from the window to the archive.
+                beside = None if archive is None else Beside(archive)
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
                 result = unmoved(storage, partial(self._answer, index, sql, params, window, beside, read))
@@ -269,7 +270,7 @@ class Catalog:
         With `tuning.INDEX_ON_CLOSE` off, an index that was never opened stays as it is.
         """
         with self._lock:
-            self._closed = True  # the storage's last sync would open it once more, and nobody close it
+            self._closed = True  # otherwise the storage's last sync would reopen the index, and leave it open
             if self._index is None and not tuning.INDEX_ON_CLOSE:
                 return
             storage = self._storage
@@ -292,7 +293,7 @@ class Catalog:
                 _log.warning("the index could not be completed: %s", exc)
 
     def drop(self) -> None:
-        """Let go of the index as it is."""
+        """Close the index as it is, without committing the newest changes to it."""
         with self._lock:
             if self._index is not None:
                 self._index.close()

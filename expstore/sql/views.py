@@ -111,18 +111,18 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """Hold what one query sees beside the tables of the index.
+    """Hold what one query sees in addition to the tables of the index.
 
     Args:
-        columns: Row columns and fields; empty where no rows are at hand (a closed store's index): then
+        columns: Row columns and fields. Empty if the rows cannot be read (the index of a closed store): then
             `transitions` has no rows and `priorities` is the table written last.
         window: The readable ids, to which `fragments` is cut; None: those of the last commit.
-        capacity: Of a ring, from which `_index` follows where it is no column; None: unbounded.
-        tops: How the first parts of the fields' keys are called, as `call_tops` says of all fields; None: of
-            those in `columns`.
-        rows: Which row columns `columns` begins with, where fields of such names may follow that are none;
-            None: those that are there.
-        history: The same rows and those of an archive; None: nobody asks for them.
+        capacity: Capacity of the ring; `_index` is computed from it if it is not a column. None: unbounded.
+        tops: Names of the first parts of the fields' keys, as `call_tops` returns them for all fields; None:
+            computed from the fields in `columns`.
+        rows: The row columns that `columns` begins with; needed if a field that follows has the name of a row
+            column. None: every column with such a name is a row column.
+        history: The same rows together with those of an archive; None if the query does not use `history`.
     """
 
     columns: Sequence[Column] = ()

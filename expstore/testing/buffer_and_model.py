@@ -1,4 +1,4 @@
-"""A buffer over a storage, and the model that is told of everything that is done to it.
+"""A buffer over a storage, and a model to which everything done to the buffer is applied as well.
 
 Used by the suite: acts go to both, and `look` holds one against the other. It keeps no files of its own.
 """
@@ -82,7 +82,7 @@ class Life:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.storage.close()  # the buffer would bring the index up to date first, for nobody
+        self.storage.close()  # closing the buffer would first update an index that no test reads
 
     @property
     def storage(self) -> ReadView:
@@ -97,10 +97,10 @@ class Life:
     # -- acts ------------------------------------------------------------------------------------
 
     def extend(self, cells: int | Sequence[Cell], source: str | None = None) -> list[Row]:
-        """Write rows; what the buffer says of their ids must be right.
+        """Write rows, and check the ids that the buffer returns.
 
         Args:
-            cells: Of each row; or how many steps there are, which go on in one trajectory.
+            cells: The cells of each row; or a number of steps, which continue one trajectory.
             source: Name of the stream.
         """
         model = self.model
@@ -121,7 +121,7 @@ class Life:
         same(index, self.model.index_of(row.id), "the index that add returns")
 
     def lap(self, short_of: int = 0) -> None:
-        """Write on to the end of the ring's slots, or some rows short of it; nothing where there is none."""
+        """Write up to the end of the ring's slots, or `short_of` rows less; nothing if there is no ring."""
         storage, lanes = self.storage, self.model.lanes
         if storage.geometry.slots is not None and self.model.rows:
             left = -self.model.last % storage.geometry.slots - short_of
@@ -223,7 +223,7 @@ class Life:
                 hold(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
 
     def look_at_columns(self, storage: ReadView) -> None:
-        """Read by id, and look at the columns that every row has beside the user's."""
+        """Read rows by id, and check the columns that every row has besides the user's fields."""
         rows, ids, model = self.model.live, self.ids, self.model
         (number,) = storage.read(ids[::-1].copy(), [storage.require_schema().place_of(("number",))])
         same(number, np.array([row.serial for row in rows[::-1]], np.int64), "rows by id")

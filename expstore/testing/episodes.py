@@ -28,7 +28,7 @@ class EpisodeSuite(Declared):
     """Hold a storage to the episodes of its rows."""
 
     def test_streams_and_trajectories(self, tmp_path: Path) -> None:
-        """Sources go on across batches, trajectories within them, and each ends by itself."""
+        """Sources continue across batches, and trajectories within sources; each ends independently."""
         with self.life(tmp_path) as life:
             for _ in range(2):
                 _busy(life)

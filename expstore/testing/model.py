@@ -17,7 +17,7 @@ _STATUS = {"": OPEN, "t": TERMINATED, "T": TRUNCATED}
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Say what a collector knows of a row.
+    """Describe what a collector knows of a row.
 
     Args:
         trajectory: The collector's number, which it does not give again once the trajectory has ended.
@@ -133,7 +133,7 @@ class Model:
             del self.rows[id], self.priorities[id]
 
     def empty(self) -> None:
-        """Forget all rows, which ends their episodes; ids go on at the next multiple of the capacity."""
+        """Forget all rows, which ends their episodes; the next id is the next multiple of the capacity."""
         self._end_episodes()
         if self.rows and self.capacity is not None:
             self.last = -(-self.last // self.capacity) * self.capacity

@@ -1,4 +1,4 @@
-"""What outlives a handle, a process and a kill; what others see meanwhile; versions and copies.
+"""Tests of what survives closing, the end of a process and a kill; of followers, snapshots and copies.
 
 Part of the suite.
 """
@@ -124,7 +124,7 @@ class OutlivingSuite(Declared):
                 same(life.rb.sample(4)["number"].tolist(), expected[3], "the batch after a kill")
 
     def test_one_writer(self, tmp_path: Path) -> None:
-        """While a persistent storage is open nobody else opens it; others are each their own."""
+        """A persistent storage cannot be opened twice at a time; two storages in RAM are independent."""
         with self.life(tmp_path) as life:
             life.extend(5)
             if self.persistent:
@@ -137,7 +137,7 @@ class OutlivingSuite(Declared):
             life.look()
 
     def test_followers(self, tmp_path: Path) -> None:
-        """They see what was published, whole, and go on when nobody writes; or copies are on their own."""
+        """Followers see only whole published rows, also without a writer; other copies are independent."""
         with self.life(tmp_path) as life:
             life.extend(6)
             if not self.follows:

@@ -65,7 +65,7 @@ class RingSuite(Declared):
             life.look()
 
     def test_without_bound(self, tmp_path: Path) -> None:
-        """All rows stay, and grow out of any room that was there at first."""
+        """An unbounded storage keeps all rows, and grows beyond the space that it had at first."""
         with self.life(tmp_path, None) as life:
             for count in (3, 1, 5000, 2, 9000):
                 life.extend(count)
@@ -75,7 +75,7 @@ class RingSuite(Declared):
             same(life.storage.geometry.slots, None, "the slots of a storage without bound")
 
     def test_single_rows(self, tmp_path: Path) -> None:
-        """Rows that come one by one are read at once, and with those that came in batches."""
+        """Rows added one by one can be read at once, together with rows added in batches."""
         with self.life(tmp_path, 7) as life:
             for _ in range(17):
                 life.add()
@@ -147,7 +147,7 @@ class RingSuite(Declared):
                     expect(rb[:][name].dtype == batch[name].dtype, f"{name} came back as another dtype")
 
     def test_forgotten_rows(self, tmp_path: Path) -> None:
-        """`empty` leaves no row; ids go on, indices begin at 0 again."""
+        """`empty` leaves no row; ids continue, indices begin at 0 again."""
         for capacity in (20, None):
             with self.life(tmp_path, capacity) as life:
                 life.empty()

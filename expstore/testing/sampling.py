@@ -62,7 +62,7 @@ class DrawingSuite(Declared):
             same(after, before, "the batches after a state")
 
     def test_conditions(self, tmp_path: Path) -> None:
-        """`where` keeps to its rows, as they come and go; a condition that is none is refused."""
+        """`where` draws only matching rows while rows are added and removed; invalid conditions raise."""
         where = "next.reward > 1 AND episode.length >= 1"
         with self.life(tmp_path, sampler=lambda: RandomSampler(where=where)) as life:
             for count in (9, 30, 5):

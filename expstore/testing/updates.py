@@ -1,4 +1,4 @@
-"""Rows that are there can be changed, or it is said that they cannot; what does not fit changes nothing.
+"""Rows can be changed in place, or changing them raises an error; invalid changes change nothing.
 
 Part of the suite.
 """
@@ -105,7 +105,7 @@ class ChangeSuite(Declared):
             life.look()
 
     def test_fields_come_and_go(self, tmp_path: Path) -> None:
-        """All rows have one more field, later ones too, and the others stay; or it is said that none can."""
+        """An added field is in all rows, also later ones, and the other fields stay; or adding raises."""
         with self.life(tmp_path) as life:
             life.extend(25)
             rb = life.rb
@@ -135,7 +135,7 @@ class ChangeSuite(Declared):
             expect(life.rb[:].get("score") is None, "a field that has gone is still there")
 
     def test_a_closed_storage(self, tmp_path: Path) -> None:
-        """Nothing can be done with it any more; a second `close` is none."""
+        """A closed storage refuses reads and writes; a second `close` does nothing."""
         with self.life(tmp_path) as life:
             life.extend(5)
             rb, storage, batch = life.rb, life.storage, make_batch(life.model.live)

@@ -71,9 +71,9 @@ class AnyLengthSuite(Declared):
                 _check(storage, storage.window.ids())
 
     def test_changes_of_any_length(self, tmp_path: Path) -> None:
-        """Rows that are there get others, longer or shorter; or it is said that they cannot."""
+        """Replacing rows by longer or shorter ones works, or raises an error if unsupported."""
         if not self.variable:
-            return  # `test_rows_of_any_length` has shown that there are none
+            return  # `test_rows_of_any_length` has shown that such rows are refused
         with self._opened(tmp_path / "s", 20) as storage:
             ids = _put(storage, 25)[-20:]
             places, chosen = range(len(_SCHEMA.fields)), ids[[2, 7, 19]]
@@ -191,7 +191,7 @@ def _check(storage: ReadView, ids: IntArray, version: int = 0) -> None:
     found: list[Array] = storage.read(ids)
     for entry, column, expected in zip(_SCHEMA.fields, found, _columns(ids, version), strict=True):
         if isinstance(expected, np.ndarray):
-            same(column, expected, "rows of fixed size beside others")
+            same(column, expected, "rows of fixed size next to others")
             continue
         if not isinstance(column, pa.Array):
             raise AssertionError(f"{entry.key} came as a {type(column).__name__}, expected a pyarrow Array")

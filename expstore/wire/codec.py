@@ -1,10 +1,11 @@
-"""Rows as Arrow record batches and back: what the HTTP layer and its client send one another.
+"""Convert rows to Arrow record batches and back: the HTTP layer and its client exchange them.
 
-A field is one column, named by its key's parts with dots between. A row of one value is a plain number; other
-shapes are Arrow's `fixed_shape_tensor`, the one extension type; complex64 has a last dim of two float32,
-bfloat16 is widened to float32. Rows without a fixed size have the type of their segments. What Arrow's types
-do not say stands in the schema's metadata under `expstore`, as JSON: key, dtype and shape of each field, and
-the batch size; whoever does not know it reads the rows all the same. It touches no files and no sockets.
+A field is one column; its name is the parts of its key, joined by dots. A row of one value is a plain number;
+other shapes are Arrow's `fixed_shape_tensor`, the only extension type used. complex64 has a last dim of two
+float32, bfloat16 is widened to float32. Variable-length rows have the type of their segments. The schema's
+metadata holds, under `expstore` as JSON, what Arrow's types do not express: key, dtype and shape of each
+field, and the batch size. Readers that ignore the metadata can still read the rows. This module touches no
+files and no sockets.
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ _KINDS = 16
 
 @dataclass(frozen=True)
 class Coded:
-    """Say what the columns of a record batch are.
+    """Describe the columns of a record batch.
 
     Args:
         schema: The fields.
-        batch_size: Of the batch; () where nothing says so: as many rows as there are.
-        names: Of its dims.
+        batch_size: Batch size; () if the metadata has none: the number of rows then.
+        names: Names of the batch dims.
     """
 
     schema: Schema
@@ -81,11 +82,12 @@ def columns_of(data: TensorDictBase, known: Schema | None = None) -> tuple[Schem
 
     Args:
         data: Rows; on any device.
-        known: Of the store that they are of: its fields without a fixed size are of its types, which not
-            every batch shows.
+        known: Schema of the store that the rows are from. It fixes the types of variable-length fields, which
+            a batch does not always show.
 
     Returns:
-        The fields, and a column each. Shapes `(n, *row shape)`; of rows without a fixed size pyarrow Arrays.
+        The fields, and one column for each. Shapes `(n, *row shape)`; pyarrow Arrays for variable-length
+        fields.
 
     Raises:
         SchemaError: An entry cannot be sent.
@@ -518,8 +520,8 @@ def meaning_of(arrow_schema: Any, known: Codec | None = None) -> Coded:
     """Return what the columns of a record batch are: by its metadata, or else by names and types.
 
     Args:
-        arrow_schema: The batch's.
-        known: Of rows that are to have just these fields; None: what they are is told.
+        arrow_schema: Schema of the batch.
+        known: The codec of the fields that the rows must have; None: the schema decides.
 
     Raises:
         SchemaError: A column is of a type that no field has, or not of the field's; or the metadata does not
@@ -564,7 +566,7 @@ def _type_of(entry: Field) -> Any:
 
 
 def _field_of(name: str, kind: Any) -> Field:
-    """Return the field that a column of somebody else's is."""
+    """Infer a field from an Arrow column that expstore did not write."""
     key: Key = tuple(name.split("."))
     shape: tuple[int, ...] = ()
     plain = kind

@@ -1,8 +1,8 @@
-"""Record batches as they lie in a stream: where each buffer is, without an object of Arrow's for each column.
+"""Record batches in the bytes of a stream: where each buffer is, without an Arrow object for each column.
 
-Used by `expstore.wire.stream` and `expstore.wire.codec`. Where things are is told by a message's metadata, a
+Used by `expstore.wire.stream` and `expstore.wire.codec`. The positions are in a message's metadata, a
 flatbuffer (https://github.com/apache/arrow/blob/main/format/Message.fbs; https://flatbuffers.dev/internals):
-batches that differ in their values alone have the same. It never looks at values.
+batches that differ only in their values have the same metadata. This module never reads values.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Frame(NamedTuple):
     """A record batch in the memory that it came into.
 
     Args:
-        schema: Arrow's.
-        rows: How many.
+        schema: The Arrow schema.
+        rows: Number of rows.
         memory: The whole message: head, metadata, body. uint8.
-        body: Where its body begins.
+        body: Offset of the body, in bytes.
         bounds: Offset in the body, and length, of each buffer. Shape `(buffers, 2)`, int64.
-        plain: Whether no value is missing, and no buffer is packed: each lies there as it is.
+        plain: Whether no value is missing and no buffer is compressed.
     """
 
     schema: Any
@@ -51,13 +51,13 @@ class Frame(NamedTuple):
 
 
 class FrameForm:
-    """Write record batches that differ in their values alone: their bytes, without Arrow's objects.
+    """Write the bytes of record batches that differ only in their values, without Arrow objects.
 
     Threads may share one.
 
     Args:
-        frame: One of them, plain.
-        buffers: Which of its buffers has the values of each column; no other has any bytes.
+        frame: One of these batches; `plain` must be True.
+        buffers: For each column, the buffer with its values. All other buffers must be empty.
     """
 
     def __init__(self, frame: Frame, buffers: Sequence[int]) -> None:
@@ -73,12 +73,12 @@ class FrameForm:
         """Return the message of a batch. Shape `(bytes,)`, uint8.
 
         Args:
-            columns: Its values, as Arrow holds them but for booleans. Shapes `(n, *row shape)`.
+            columns: The values in Arrow's layout, except booleans, one byte each. Shapes `(n, *row shape)`.
         """
         message = np.empty(self._size, np.uint8)
         message[: self._head.size] = self._head
         for end, begin in self._padding:
-            message[end:begin] = 0  # memory that was somebody else's goes to nobody
+            message[end:begin] = 0  # do not send old memory contents
         for (begin, end), column in zip(self._places, columns, strict=True):
             if column.dtype == np.bool_:  # one bit each in Arrow
                 message[begin:end] = np.packbits(column, bitorder="little")
@@ -91,12 +91,12 @@ def frame_of(schema: Any, memory: Array, body: int) -> Frame:
     """Return the record batch of a message.
 
     Args:
-        schema: Of the stream.
+        schema: Schema of the stream.
         memory: The message. uint8.
-        body: Where its body begins.
+        body: Offset of the message's body, in bytes.
 
     Raises:
-        ValueError, struct.error: The message is none, or holds no record batch.
+        ValueError, struct.error: The message is invalid, or holds no record batch.
     """
     metadata = memory.data[HEAD_BYTES:body]
     header = _header(metadata)

@@ -1,9 +1,9 @@
-"""Arrow IPC streams, message by message: what comes from strangers is checked before it is read.
+"""Arrow IPC streams, message by message; untrusted streams are validated before they are read.
 
 Used by the callers of `expstore.wire.codec` at both ends of a connection. It knows frames, not fields.
 
-Arrow's own reader takes a stream that was cut between two messages for a whole one, unpacks what is packed
-inside, and trusts lengths; so the end mark, the kinds of messages and each batch's buffers are looked at here
+Arrow's own reader accepts a stream that was cut between two messages as complete, decompresses compressed
+buffers, and trusts lengths. So the end mark, the message types and the buffers of each batch are checked here
 (https://arrow.apache.org/docs/format/Columnar.html: "Encapsulated message format", "IPC Streaming Format").
 """
 
@@ -124,22 +124,22 @@ def table_stream(table: Any) -> Any:
 
 
 def batches_of(data: Any) -> tuple[list[str], list[Any]]:
-    """Return the names of the columns, and the record batches, of a stream of somebody trusted."""
+    """Return the names of the columns, and the record batches, of a trusted stream."""
     with pa.ipc.open_stream(data) as reader:
         return list(reader.schema.names), list(reader)
 
 
 def read_batches(body: Any, check: Callable[[Any], None], *, rows: int) -> tuple[Any, list[Any]]:
-    """Return the schema and the record batches of a stranger's stream.
+    """Return the schema and the record batches of an untrusted stream.
 
     Args:
-        body: The bytes; batches are views of them.
-        check: Is given the schema before any batch is looked at, and raises if it will not do.
-        rows: At most so many.
+        body: The bytes; the batches are views of them.
+        check: Called with the schema before any batch is read; raises if the schema is not acceptable.
+        rows: The highest number of rows that is accepted.
 
     Raises:
-        SchemaError: It is no such stream, ends early, goes on after its end, holds other messages than
-            batches, packed buffers, or lengths that do not fit one another.
+        SchemaError: `body` is not an Arrow IPC stream, ends early, has bytes after its end mark, or holds
+            messages other than batches, compressed buffers, or inconsistent lengths.
     """
     view = memoryview(body)
     source = pa.BufferReader(pa.py_buffer(body))
@@ -190,7 +190,7 @@ def _metadata_size(view: memoryview, at: int) -> int:
 
 
 def _check_message(message: Any) -> None:
-    """Raise SchemaError unless a message is a batch whose buffers lie there as they are."""
+    """Raise SchemaError unless a message is a batch with uncompressed buffers."""
     if message.type != "record batch":
         raise _bad(f"it holds a message of type {message.type!r}", "send plain columns, no dictionaries")
     try:
@@ -202,16 +202,16 @@ def _check_message(message: Any) -> None:
 
 
 def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
-    """Read a stream of somebody trusted as it comes.
+    """Read a trusted stream as it arrives.
 
     Args:
-        readinto: Fills memory, and returns how many bytes; fewer: there are no more.
+        readinto: Fills the given memory and returns the number of bytes read; fewer bytes mean the end.
 
     Yields:
-        Record batches, each in memory that is nobody else's.
+        Record batches, each in memory of its own.
 
     Raises:
-        EOFError, OSError: It breaks off, or its source fails.
+        EOFError, OSError: The stream ends early, or its source fails.
     """
 
     def fill(piece: Any) -> Any:
@@ -238,10 +238,10 @@ def read_each(readinto: Callable[[Any], int]) -> Iterator[Frame]:
 
 
 def frames_in(body: bytearray) -> list[Frame]:
-    """Return the record batches of a whole stream of somebody trusted, in its own memory.
+    """Return the record batches of a complete trusted stream, as views of its memory.
 
     Raises:
-        SchemaError: It is none.
+        SchemaError: `body` is not such a stream.
     """
     schema, found, memory, at = None, [], np.frombuffer(body, np.uint8), 0
     try:
@@ -262,10 +262,10 @@ def frames_in(body: bytearray) -> list[Frame]:
 
 
 def read_table(body: Any) -> Any:
-    """Return a stream of somebody trusted as one table, which shares the body's memory.
+    """Return a trusted stream as one table, which shares the memory of `body`.
 
     Raises:
-        SchemaError: It is none.
+        SchemaError: `body` is not such a stream.
     """
     try:
         with pa.ipc.open_stream(pa.py_buffer(body)) as reader:

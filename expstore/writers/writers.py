@@ -1,7 +1,7 @@
-"""Where new rows go: their ids, and through them their places.
+"""Writers assign ids to new rows, and so decide where the rows are stored.
 
-Buffers take one of these, and hand it rows of which is known what they are. It never looks at what users
-handed over, and draws nothing.
+A buffer has one writer and passes it validated rows as columns. A writer never sees the user's data and draws
+no random numbers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ Reduction = Literal["sum", "max", "min", "mean", "median"]
 
 
 class Writer(ABC):
-    """Place batches of rows.
+    """Choose where the rows of a batch are written.
 
-    A writer keeps nothing that rows, schema and settings of a storage do not say: it may be made anew at
-    any time, and goes on where it was.
+    A writer has no state beyond the rows, schema and settings of its storage: a new writer continues where
+    the last one stopped.
     """
 
     #: Whether samples say how many rows each place had before: `index_generation`.
@@ -66,10 +66,10 @@ class Writer(ABC):
     _on_write: weakref.WeakMethod[Callable[[IntArray], None]] | None = None
 
     def register_storage(self, storage: ReadView) -> None:
-        """Be told over which storage a buffer uses this writer.
+        """Attach the writer to the storage of a buffer.
 
         Raises:
-            ValueError: It can do nothing there.
+            ValueError: The writer cannot be used with this storage.
         """
         self._storage = weakref.ref(storage)
 
@@ -143,17 +143,15 @@ class Writer(ABC):
         return torch.from_numpy(index if storage.ndim == 1 else storage.geometry.unravel(index))
 
     def generations_of(self, index: int | torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return how many rows had these places before the ones that are there; -1: there is none.
-
-        A writer that does not track generations says -1 of all.
+        """Return how many rows were at each index before the row that is there now.
 
         Args:
-            index: Which places, as `extend` returns them. Any shape; `(..., ndim)`, or a tuple of `ndim`
-                tensors, which are broadcast together, where that is larger than 1.
+            index: Indices, as `extend` returns them. Any shape. If `ndim` is larger than 1: `(..., ndim)`, or
+                a tuple of `ndim` tensors, which are broadcast together.
 
         Returns:
-            One number for each place, int64. Shape of `index`, without the last dim where `ndim` is larger
-            than 1.
+            One number for each index, int64; -1 if there is no row, or if the writer does not track
+            generations. Shape of `index`, without the last dim if `ndim` is larger than 1.
         """
         if isinstance(index, tuple):
             index = stack_index(index)
@@ -175,7 +173,7 @@ class Writer(ABC):
         """Raise an error if rows with these fields cannot be taken; asked before they are fixed."""
 
     def begin(self, storage: Storage) -> None:
-        """Be told that the first rows of a storage are about to come, which fix how it keeps them."""
+        """Prepare a storage for its first rows, which fix how it stores rows."""
 
     @abstractmethod
     def write(
@@ -191,26 +189,26 @@ class Writer(ABC):
         """Give every row of a batch its id, episode and step, and write it: all rows or none.
 
         Args:
-            storage: Where the rows go; its lock is held.
+            storage: The storage to write to; the caller holds its lock.
             columns: One array per field, in the schema's order. Shapes `(n, *row shape)`.
-            steps: What the rows are in the eyes of their collector.
-            source: Name of the stream, or None for the handle's own.
-            info: What is noted about all their episodes, as JSON text.
-            key: The idempotency key of the batch; only writers that keep keys are given one.
+            steps: Lanes, trajectory ids, ends and rewards of the rows, as the collector knows them.
+            source: Name of the source, or None for the buffer's own.
+            info: Notes about all episodes of the batch, as JSON text.
+            key: The idempotency key of the batch; only passed to writers that keep keys.
 
         Returns:
-            Id of each row; -1 for rows that were not taken in. Shape `(n,)`, int64.
+            Id of each row; -1 for rows that were not stored. Shape `(n,)`, int64.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` takes: settings; where rows go follows from the storage."""
+        """Return the settings for `load_state_dict`. The write position follows from the storage."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Check that this is what `state_dict` of such a writer returned.
+        """Check that the state is of a writer with the same settings.
 
         Raises:
-            ValueError: It was set up otherwise.
+            ValueError: A setting differs.
         """
         own = self.state_dict()
         for name, value in own.items():
@@ -218,7 +216,7 @@ class Writer(ABC):
                 raise ValueError(f"this writer has {name}={value!r}, the state {name}={state_dict[name]!r}")
 
     def dumps(self, path: str | Path) -> None:
-        """Write nothing: what a writer needs to know stands with the rows."""
+        """Write nothing: a writer keeps its state in the storage."""
 
     def loads(self, path: str | Path) -> None:
         """Read nothing, as `dumps` writes nothing."""
@@ -341,29 +339,29 @@ class _Known:
 class TensorDictMaxValueWriter(Writer):
     """Keep the best rows: once the storage is full, a row that ranks above the worst takes its place.
 
-    Rows that rank no higher are not taken in: `extend` returns -1 for them, `add` too. Of equal ranks the
-    row that came first stays. A row that takes a place takes over its index and id as well: an id is that
-    of the place, as an index is. It begins at the largest priority.
+    Rows that do not rank higher are not stored: `extend` and `add` return -1 for them. Of rows with equal
+    ranks, the earlier row is kept. A row that replaces another one takes over its index and its id. It begins
+    at the largest priority.
 
-    Rows are single facts here: they have no trajectories, whatever their fields say, and each source is one
+    Rows are independent here: they have no trajectories, whatever their fields say, and each source is one
     endless episode. Slices of such a store have no meaning.
 
-    Threads as the storage; followers see rows that displace others with the next sync. Crashes: a row is
-    there whole or not at all, and is only displaced by a better one. What an `extend` displaces goes at once;
-    where it fills the storage up as well, that is done first. Ranks are read out of the rows, so that they
-    are right after a restart, `loads` or `rb[i] =`.
-    The storage keeps by what it is ranked: other writers are refused until it is empty.
+    Threads: as the storage; followers see rows that replaced others after the next sync. Crashes: a row is
+    complete or absent, and is only replaced by a better one. All replacements of one `extend` happen at
+    once; if the `extend` also appends rows to fill the storage, it appends them first. Ranks are read from
+    the rows, so they are right after a restart, `loads` or `rb[i] =`.
+    The storage remembers what its rows are ranked by: it refuses other writers until it is empty.
 
     Args:
         rank_key: The field by which rows are ranked; ("next", "reward") by default. Numbers are compared as
-            float64, NaN ranks below all.
-        reduction: How several values of a row become one: "sum", "max", "min", "mean" or "median" (the
-            lower one of an even number).
+            float64, NaN ranks lowest.
+        reduction: How several values of a row are reduced to one: "sum", "max", "min", "mean" or "median" (of
+            an even number of values the lower median).
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
     Raises:
-        ValueError: There is no such reduction.
+        ValueError: `reduction` is unknown.
 
     Example:
         >>> rb = TensorDictReplayBuffer(
@@ -564,7 +562,7 @@ _STEP = 65_536
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Say what becomes of a batch's rows, given by their numbers.
+    """Describe which rows of a batch are written where; rows are given by their numbers.
 
     Args:
         ids: Id of each; -1: not taken in. Shape `(n,)`.
@@ -588,7 +586,7 @@ class _Batch:
         tree.set(storage.geometry.index_of(ids[:room]), ranks[:room])
         places = tree.take(ranks[room:])
         taken = np.flatnonzero(places >= 0)
-        # Of the rows that took the same place one after the other the last one has it.
+        # If several rows were written to the same slot, the last one counts.
         held, at = np.unique(places[taken][::-1], return_index=True)
         rows = room + taken[::-1][at]
         offsets = (held - (first - 1)) % capacity
@@ -601,7 +599,7 @@ class _Batch:
 
 
 def default_writer(storage: ReadView) -> Writer:
-    """Return the writer of a storage that is given none: the one that it was filled by."""
+    """Return the default writer of a storage: of the kind that wrote its rows."""
     ranking = storage.ranking
     if ranking is None:
         return RoundRobinWriter()

@@ -121,7 +121,7 @@ def test_runs_end_as_they_should(runs: Runs) -> None:
 
 def test_ctrl_c_ends_with_a_line(runs: Runs) -> None:
     assert runs.code(7) == 130
-    assert runs.text(7).splitlines()[-1] == "stopped; run it again to go on from here"
+    assert runs.text(7).splitlines()[-1] == "stopped; run it again to continue from here"
     assert "Traceback" not in runs.text(7)
     with expstore.open(runs.folder / "three.exp", mode="r") as rb:
         assert 0 < rb.write_count < STEPS

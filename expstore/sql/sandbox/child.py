@@ -1,7 +1,8 @@
-"""The process that runs SQL of strangers: it follows a store, answers what comes through its pipe, is killed.
+"""The child process that runs untrusted SQL: it follows a store and answers the statements sent to its pipe.
 
-Started by `expstore.sql.sandbox.pool`, with one socket as its standard input. It gives up what it does not
-need before it reads a first statement; it writes nothing, and loads no torch.
+Started by `expstore.sql.sandbox.pool`, with one socket as its standard input, and killed at a deadline. It
+drops the privileges that it does not need before it reads the first statement. It writes nothing, and does
+not load torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["main"]
 
 #: The longest request: statement and parameters are words, nothing comes behind them.
 _NO_BODY = 0
-#: If nobody kills it at the deadline, the kernel does so much later.
+#: If the parent does not kill the child at the deadline, the kernel does so this much later.
 _GRACE_SECONDS = 1.0
 #: Open files: shards are mapped and closed again; a few stay open, and DuckDB opens none.
 _FILES = 256
@@ -102,11 +103,11 @@ def _serve(path: Path, memory: int, confined: str) -> None:
 
 
 class _Child:
-    """Follow a store and answer about it, by one thread.
+    """Follow a store and answer statements about it, in one thread.
 
     Args:
         path: The store's folder.
-        memory: What a query may take beside what is there before it, in bytes.
+        memory: Bytes that a query may take in addition to what the process had before it.
     """
 
     def __init__(self, path: Path, memory: int) -> None:
@@ -242,7 +243,7 @@ def _fitting(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
 
 
 class _Sizes:
-    """Say how much memory is this process's alone."""
+    """Measure the memory that only this process uses."""
 
     def __init__(self) -> None:
         path = Path("/proc/self/statm")
@@ -269,11 +270,11 @@ def _told(error: ExpStoreError) -> dict[str, Any]:
 
 
 def _as_ours(error: Exception) -> ExpStoreError:
-    """Say what a failure means to whoever has sent the statement."""
+    """Return the error of expstore that the sender of the statement sees for a failure."""
     if isinstance(error, MemoryError):
         return QueryError("the query needs more memory than it may take", kind="memory")
     if isinstance(error, CorruptionError) and error.kind == "index":
-        # The index is in memory, and nobody else's: what ruined it is the statement.
+        # The index is in this process's memory, so only the statement can have damaged it.
         return QueryError(f"DuckDB failed at the query: {error.message}", kind="died")
     if isinstance(error, ExpStoreError):
         return error

@@ -1,7 +1,7 @@
-"""What this process may still do, given up for good: memory, files, network, threads, outliving its parent.
+"""Restrict this process for good: memory, files, network, threads, outliving its parent.
 
-Used by the child that runs SQL of strangers. What the system does not know is said, not pretended; it opens
-nothing but the folders that are named, to name them to the kernel.
+Used by the child that runs untrusted SQL. Restrictions that the system does not support are reported, not
+silently skipped. It opens only the folders that are named, to pass them to the kernel.
 """
 
 from __future__ import annotations

@@ -15,21 +15,21 @@ from typing import Any
 __all__ = ["PipeError", "receive", "send"]
 
 _HEAD = struct.Struct("<II")
-#: Words longer than this are none of ours.
+#: Bytes of the longest JSON part of a message; a longer one is a protocol error.
 _WORDS = 1 << 20
 
 
 class PipeError(Exception):
-    """The other side is gone, or talks nonsense."""
+    """The other side has closed the pipe, or sent an invalid message."""
 
 
 def send(pipe: socket.socket, words: dict[str, Any], body: Any = b"") -> None:
-    """Send a message; the socket's own timeout holds.
+    """Send a message, within the timeout of the socket.
 
     Raises:
-        PipeError: Nobody is there.
+        PipeError: The other side has closed the pipe.
         TimeoutError: The other side does not read.
-        ValueError: JSON has no form for the words, or they are too long.
+        ValueError: `words` cannot be written as JSON, or is too long.
     """
     text = json.dumps(words).encode()
     if len(text) > _WORDS:
@@ -53,11 +53,11 @@ def receive(
     Args:
         pipe: The socket.
         most: The largest body, in bytes.
-        deadline: When it must have come, by `time.monotonic`; None: never.
+        deadline: When the message must have arrived, by `time.monotonic`; None: wait without a limit.
 
     Raises:
-        PipeError: The other side is gone, or says what none of ours would.
-        TimeoutError: It has not come.
+        PipeError: The other side has closed the pipe, or sent an invalid message.
+        TimeoutError: The message has not arrived in time.
     """
     text, size = _HEAD.unpack(_read(pipe, _HEAD.size, deadline))
     if text > _WORDS or size > most:

@@ -1,7 +1,7 @@
-"""SQL of strangers over a store: run in child processes that can do nothing else, and are killed in time.
+"""Untrusted SQL over a store, run in child processes that can only read it and are killed at a deadline.
 
-Used by the HTTP layer. The children (`expstore.sql.sandbox.child`) follow the store by themselves; nothing
-that a statement does reaches this process, which never loads DuckDB for it.
+Used by the HTTP layer. The children (`expstore.sql.sandbox.child`) follow the store by themselves. Statements
+cannot affect this process, which does not load DuckDB for them.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class SqlLimits:
 
     Args:
         text: Bytes of the statement, and of its parameters as JSON.
-        seconds: From when it is sent until its answer is here.
-        rows: Rows of an answer; further ones are left out.
-        bytes: Bytes of an answer's rows; further ones are left out.
-        memory: Bytes that the child may take for it, beside what it has.
-        at_once: Statements that run at once; others wait their turn.
-        wait: Seconds that one waits for its turn.
+        seconds: Seconds from sending the statement until the answer has arrived.
+        rows: Rows of an answer; further rows are left out.
+        bytes: Bytes of an answer's rows; further rows are left out.
+        memory: Bytes that the child may allocate for the statement, in addition to what it already uses.
+        at_once: Statements that run at the same time; further statements wait.
+        wait: Seconds that a statement waits for its turn.
 
     Raises:
         ValueError: One is not above 0.
@@ -104,20 +104,21 @@ class Answer:
 
 
 class SqlWorker:
-    """Answer SQL of strangers.
+    """Answer untrusted SQL.
 
-    Each statement is one SELECT over the relations that `rb.sql` shows, of what was written before it came.
-    It runs in a child process that may read the store's folder and touch nothing else; at its deadline the
-    child is killed, and the next statement finds another one ready.
+    Each statement is one SELECT over the relations of `rb.sql`. It sees everything that was written before it
+    arrived. It runs in a child process that may read the store's folder and touch nothing else. The child is
+    killed at the deadline; another child is ready for the next statement.
 
-    Threads: any number may ask; `limits.at_once` statements run at once. Processes: a fork may not use it.
-    Crashes: children end with this process, however it ends.
+    Threads: any number may query; `limits.at_once` statements run at the same time. Processes: a forked child
+    may not use it. Crashes: the children end with this process, however it ends.
 
     Args:
-        path: The store's folder, or one that `dumps` made: then its newest version. It may be read-only.
-        limits: What one statement may take.
-        drain: Brings to the files what the writer of this process keeps back, up to 0.1 s; called before
-            each statement. `rb.storage.drain` where the store is open for writing here.
+        path: The store's folder, or a folder of snapshots made by `dumps` (the newest one is used). It may be
+            read-only.
+        limits: Resources that one statement may use.
+        drain: Called before each statement, to write rows that the writer of this process holds back for up
+            to 0.1 s to the files. Pass `rb.storage.drain` if this process has the store open for writing.
 
     Raises:
         NotFoundError: There is no store.
@@ -161,7 +162,7 @@ class SqlWorker:
         Args:
             sql: The statement.
             params: Values for `?` or `$1` (a sequence) or `$name` (a mapping); what JSON can carry.
-            rows: Of the answer, if fewer are wanted than `limits.rows`.
+            rows: Rows of the answer, if fewer are wanted than `limits.rows`.
             size: Bytes of its rows, if fewer are wanted than `limits.bytes`.
 
         Raises:
@@ -327,7 +328,7 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Seats:
-    """Say who is where: children that wait for work, those at work, statements that wait for a child."""
+    """Hold the idle children, the busy children, and the number of statements that wait for a child."""
 
     idle: list[_Child] = field(default_factory=list)
     busy: set[_Child] = field(default_factory=set)
@@ -529,7 +530,7 @@ class _Pool:
                 return
             self._closed = True
             for child in self._seats.busy:
-                child.process.kill()  # whoever asks it reaps it
+                child.process.kill()  # the thread that waits for its answer reaps it
             self._end_idle()
             self._changed.notify_all()
         self._keeper.join()

@@ -344,7 +344,7 @@ def test_changes_that_would_reach_copies_only_are_refused(storage: ExpStorage) -
         (lambda: {"writer": theirs.TensorDictMaxValueWriter(rank_key="key")}, "places rows elsewhere"),
         (lambda: {"writer": theirs.RoundRobinWriter(compilable=True)}, "not compilable"),
         (lambda: {"sampler": ConsumingSampler()}, "expstore.ConsumingSampler"),
-        (lambda: {"checkpointer": theirs.TensorStorageCheckpointer()}, "dumps.. writes versions"),
+        (lambda: {"checkpointer": theirs.TensorStorageCheckpointer()}, "dumps.. writes snapshots"),
     ],
 )
 def test_parts_that_mean_nothing_here_are_refused(

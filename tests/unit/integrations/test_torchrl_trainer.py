@@ -238,7 +238,7 @@ def test_members_of_an_ensemble_are_one_source_of_batches() -> None:
 
 def test_what_means_nothing_is_refused_with_the_reason(store_path: Path) -> None:
     rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10), batch_size=2)
-    with pytest.raises(ValueError, match="memmap=True means nothing here: stores on disk"):
+    with pytest.raises(ValueError, match="memmap=True is not supported: stores on disk"):
         ReplayBufferTrainer(rb, memmap=True)
     with pytest.raises(ValueError, match="nothing to fill up"):
         ReplayBufferTrainer(rb, flatten_tensordicts=True, max_dims=[5])
