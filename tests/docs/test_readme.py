@@ -28,7 +28,7 @@ PAGES = (
     "sampling", "server", "sql", "torchrl", "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
-OTHERS = ("README", "benchmarks", "datasets", "disk", "errors", "numpy", "storages")
+OTHERS = ("README", "benchmarks", "datasets", "development", "disk", "errors", "format", "numpy", "storages")
 
 
 def read_page(name: str) -> str:
