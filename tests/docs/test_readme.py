@@ -28,7 +28,10 @@ PAGES = (
     "sampling", "server", "sql", "torchrl", "variable_length", "versions",
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
-OTHERS = ("README", "benchmarks", "datasets", "disk", "errors", "http", "numpy", "storages", "torchrl_names")
+OTHERS = (
+    "README", "benchmarks", "datasets", "development", "disk", "errors", "format", "http", "numpy", "storages",
+    "torchrl_names",
+)  # fmt: skip
 
 
 def read_page(name: str) -> str:

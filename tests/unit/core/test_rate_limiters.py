@@ -442,7 +442,7 @@ def test_followers_neither_wait_nor_count(store_path: Path) -> None:
 def test_a_limiter_has_one_buffer_at_a_time_and_does_not_keep_it(store_path: Path) -> None:
     limiter = MinSize(1)
     rb = memory_buffer(batch_size=4, rate_limiter=limiter)
-    with pytest.raises(StateError, match="another store's already"):
+    with pytest.raises(StateError, match="already belongs to another store"):
         memory_buffer(batch_size=4, rate_limiter=limiter)
     rb.close()
     with expstore.open(store_path, batches=expstore.Batches(rate_limiter=limiter)) as rb:
