@@ -29,8 +29,8 @@ PAGES = (
 )  # fmt: skip
 #: Pages with tests of their own, and pages without blocks.
 OTHERS = (
-    "README", "benchmarks", "datasets", "development", "disk", "errors", "format", "http", "numpy", "storages",
-    "torchrl_names",
+    "README", "benchmarks", "datasets", "development", "disk", "errors", "format", "http", "numpy",
+    "storages", "torchrl_names",
 )  # fmt: skip
 
 

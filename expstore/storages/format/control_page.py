@@ -26,7 +26,7 @@ _FORMAT = 1
 # There stores are seen in the order in which they were made.
 _ORDERED = os.uname().machine in {"x86_64", "i686", "AMD64"}
 
-# Word numbers (8 bytes each) within the page; ARCHITECTURE.md has the table.
+# Word numbers (8 bytes each) within the page; docs/format.md has the table.
 _WORDS = {
     "generation": 6,
     "sequence": 7,

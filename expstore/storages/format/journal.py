@@ -1,7 +1,7 @@
 """The journal: the records that commit, change and delete rows, in order.
 
 Used by storages only. The journal frames, appends, syncs, rotates and reads records; it does not interpret
-their bodies. ARCHITECTURE.md has the byte table.
+their bodies. docs/format.md has the byte table.
 """
 
 from __future__ import annotations

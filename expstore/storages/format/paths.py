@@ -1,6 +1,6 @@
 """Names of the files and folders of a store.
 
-ARCHITECTURE.md says what each of them holds.
+docs/format.md says what each of them holds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bodies of the journal's records: what publish, redo, mark and the others say.
 
-Used by the Zarr storage and by recovery. The frame around a body is the journal's; ARCHITECTURE.md has
+Used by the Zarr storage and by recovery. The frame around a body is the journal's; docs/format.md has
 the byte table.
 """
 
