@@ -173,7 +173,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == f"{store} holds 12 rows of 3 episodes\n"
     assert run(["import", file, store, "--format", "d4rl"]) == 0  # a second time nothing is done
     for options, message in (
-        (["--format", "atari"], "'atari' is none of arrow, atari-dqn, d4rl"),
+        (["--format", "atari"], "'atari' is unknown; use one of arrow, atari-dqn, d4rl"),
         (["--format", "d4rl", "--map", "a=b"], "does not apply to d4rl"),
         (["--format", "d4rl", "--capacity", "5"], "does not apply to d4rl"),
     ):

@@ -275,7 +275,7 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run(["import", out + "/data", back + "2", "--json"]) == 0
     capsys.readouterr()
     assert run(["export", store, out + "2", "--npz", "--dataset-id", "x-v0"]) == 2
-    assert "is of --minari only" in capsys.readouterr().err
+    assert "--dataset-id requires --minari" in capsys.readouterr().err
 
 
 def test_bad_datasets_are_refused(tmp_path: Path) -> None:

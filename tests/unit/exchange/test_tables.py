@@ -548,9 +548,9 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for wrong, words in (
         (["--episodes", "1-x"], "names no episodes"),
         (["--episodes", "9-1"], "names no episodes"),
-        (["--episodes", "1", "--where", "true"], "leave out --where"),
+        (["--episodes", "1", "--where", "true"], "--episodes and --where exclude each other"),
         (["--where", "lenght > 1"], "lenght"),
-        (["--zarr"], "say in which form"),
+        (["--zarr"], "choose one format"),
     ):
         assert run([*asked[:2], str(tmp_path / "x"), asked[3], *wrong]) == 2
         assert words in capsys.readouterr().err

@@ -589,8 +589,8 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "note: 'tokens' has lists of any length" in capsys.readouterr().err
     for options, words in (
         (["--storage", "zarr"], "a zarr storage keeps rows of a fixed size"),
-        (["--storage", "sqlite"], "none of arrow, zarr"),
-        (["--storage", "arrow", "--format", "npz"], "is of arrow and parquet only"),
+        (["--storage", "sqlite"], "use arrow or zarr"),
+        (["--storage", "arrow", "--format", "npz"], "applies to arrow and parquet only"),
     ):
         assert run(["import", source, str(tmp_path / "y.exp"), *options]) == 2
         assert words in capsys.readouterr().err

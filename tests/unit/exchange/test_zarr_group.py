@@ -225,7 +225,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
     code, _, err = cli("export", store, tmp_path / "old.zarr", "--zarr")
     assert (code, "exists already" in err) == (2, True)
     code, _, err = cli("export", store, tmp_path / "x.zarr")
-    assert (code, "say in which form: --arrow, " in err, "OUT" in err) == (2, True, False)
+    assert (code, "choose one format: --arrow, " in err, "OUT" in err) == (2, True, False)
     monkeypatch.setattr(zarr_group, "_copy", interrupt)
     assert cli("export", store, tmp_path / "x.zarr", "--zarr")[0] == 130
     assert not [name for name in os.listdir(tmp_path) if name.startswith("x")]
