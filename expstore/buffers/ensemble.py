@@ -659,7 +659,7 @@ def _joint(transform: Compose) -> Compose:
     """
     if transform.steps:
         raise ValueError(
-            f"{type(transform.steps[0]).__name__} looks at other steps of one store's episodes: give it to "
+            f"{type(transform.steps[0]).__name__} reads other steps of one store's episodes: give it to "
             "the members, not to their ensemble"
         )
     return transform

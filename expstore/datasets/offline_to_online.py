@@ -104,7 +104,7 @@ class OfflineToOnlineReplayBuffer:
         self._transform = Compose.of(transform)
         if self._transform.steps:
             raise ValueError(
-                f"{type(self._transform.steps[0]).__name__} looks at other steps of one store's episodes: "
+                f"{type(self._transform.steps[0]).__name__} reads other steps of one store's episodes: "
                 "give it to the data set, and append it to online_buffer"
             )
         if online_capacity is not None:
@@ -256,7 +256,7 @@ def _check_buffer(found: Any, method: str, name: str) -> None:
     if not hasattr(found, method) or isinstance(found, type | torch.Tensor | TensorDictBase):
         kind = found.__name__ if isinstance(found, type) else type(found).__name__
         raise TypeError(
-            f"{name} is to be a buffer, of expstore or torchrl, with its rows; got "
+            f"{name} must be a buffer of expstore or torchrl, with its rows; got "
             f"{'the class ' if isinstance(found, type) else ''}{kind}: put rows into a "
             "ReplayBuffer(storage=LazyTensorStorage(n)) with extend()"
         )

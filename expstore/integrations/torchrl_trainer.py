@@ -254,7 +254,7 @@ def _check_buffer(found: Any) -> None:
         todo = "torchrl.trainers.ReplayBufferTrainer takes torchrl's own"
     else:
         todo = "expstore.open() makes one"
-    raise TypeError(f"replay_buffer is to be a buffer of expstore, got {_kind(found)}; {todo}")
+    raise TypeError(f"replay_buffer must be a buffer of expstore, got {_kind(found)}; {todo}")
 
 
 def _check_sizes(sizes: Any) -> None:

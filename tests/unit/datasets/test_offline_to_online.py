@@ -197,12 +197,12 @@ def test_what_does_not_go_together_is_told() -> None:
 
 @pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
 def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
-    with pytest.raises(TypeError, match=r"offline_dataset is to be a buffer.*by extend\(\)"):
+    with pytest.raises(TypeError, match=r"offline_dataset must be a buffer.*with extend\(\)"):
         OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
-    with pytest.raises(TypeError, match="dataset is to be a buffer"):
+    with pytest.raises(TypeError, match="dataset must be a buffer"):
         prefill_replay_buffer(rb, dataset)
-    with pytest.raises(TypeError, match="rb is to be a buffer"):
+    with pytest.raises(TypeError, match="rb must be a buffer"):
         prefill_replay_buffer(dataset, rb)
 
 
