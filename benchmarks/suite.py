@@ -80,6 +80,7 @@ PARTS = (
     Part("topk", "topk", (), 300),
     Part("steps", "steps", (), 180),
     Part("recording", "recording", (), 240),
+    Part("offered", "offered", (), 420),
     Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30", smoke=None),
     Part(
         "images",

@@ -199,6 +199,16 @@ def test_recording_is_measured(run: dict[str, Any]) -> None:
     assert all(data["cpu"] > 0 and data["p50"] <= data["p99"] for data in found.values())
 
 
+def test_offered_rows_are_measured(run: dict[str, Any]) -> None:
+    found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["offered"].items()}
+    on_memory = {"no-pause-memory"} & found.keys()
+    assert found.keys() - on_memory == {
+        *("locomotion-p50", "locomotion-p99", "pixels-p50", "pixels-p99", "no-pause-disk")
+    }
+    assert found["locomotion-p50"]["rate"] == 100
+    assert all(min(found[name]["expstore"]) > 0 for name in ("locomotion-p50", "no-pause-disk"))
+
+
 def test_looking_at_other_steps_is_measured(run: dict[str, Any]) -> None:
     found = {name.partition("/")[2]: row["data"] for name, row in run["by_part"]["steps"].items()}
     assert [*found] == [

@@ -1,0 +1,201 @@
+"""`extend` at a given rate, as a collector calls it, and without a pause; beside TorchRL and the disk itself.
+
+Run as `python benchmarks/offered.py`. A call is due at a fixed time. Its latency counts from that time on, so
+that a stall counts for every call that it delays. The sides take turns of some seconds, each alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of their own
+
+import numpy as np  # noqa: E402
+
+from benchmarks import vs_torchrl  # noqa: E402
+from benchmarks.report import Bar, Report, Result, options  # noqa: E402
+from benchmarks.timing import Turn  # noqa: E402
+from benchmarks.vs_torchrl import Pair, scratch  # noqa: E402
+from benchmarks.workloads import LOCOMOTION, PIXELS, Workload  # noqa: E402
+
+#: A file system in memory, where there is one.
+MEMORY = Path("/dev/shm")
+#: Calls a second that a collector of locomotion rows makes.
+RATE = 100.0
+#: How much of what the disk writes is offered to it as flat frames.
+SHARE = 0.6
+BARS = {
+    "offered/locomotion-p50": Bar(1, "x", at_least=True),
+    "offered/locomotion-p99": Bar(2, "x"),
+    "offered/pixels-p50": Bar(1, "x", at_least=True),
+    "offered/no-pause-memory": Bar(2.5, "x", at_least=True),
+    "offered/no-pause-disk": Bar(1, "x", at_least=True),
+}
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Say how much is done.
+
+    Args:
+        rows: Of each ring of locomotion rows; of frames it is a tenth.
+        extend_rows: Of a call.
+        seconds: Of a turn.
+        rounds: How many turns each side has.
+        calls: Of a turn without pauses.
+        disk_bytes: Written to the disk to see how fast that is.
+    """
+
+    rows: int = 200_000
+    extend_rows: int = 1000
+    seconds: float = 4.0
+    rounds: int = 5
+    calls: int = 300
+    disk_bytes: int = 1 << 30
+
+
+FULL = Effort()
+QUICK = Effort(seconds=2.0, rounds=3, calls=100, disk_bytes=1 << 28)
+SMOKE = Effort(rows=500, extend_rows=10, seconds=0.05, rounds=1, calls=3, disk_bytes=1 << 20)
+
+
+def measure_disk(folder: Path, size: int) -> float:
+    """Return how many bytes a second a file takes that is written from end to end, and then synced."""
+    block = np.random.default_rng(0).integers(0, 256, min(size, 1 << 23), np.uint8).tobytes()
+    path = folder / "written"
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size // len(block)):
+            file.write(block)
+        os.fdatasync(file.fileno())
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return size / seconds
+
+
+def offer(turn: Turn, rate: float, seconds: float) -> list[float]:
+    """Make calls at a rate; return the time from when each was due to its end."""
+    turn.settle()
+    clock, latencies = time.perf_counter, []
+    began = clock()
+    for number in range(max(1, int(rate * seconds))):
+        due = began + number / rate
+        item = next(turn.inputs)
+        if (left := due - clock()) > 0:
+            time.sleep(left)
+        turn.act(item)
+        latencies.append(clock() - due)
+    return latencies
+
+
+def rush(turn: Turn, calls: int) -> list[float]:
+    """Make calls one after another; return the time of each, with its share of what settling took."""
+    turn.settle()
+    items = [next(turn.inputs) for _ in range(min(calls, 20))]
+    began = time.perf_counter()
+    for number in range(calls):
+        turn.act(items[number % len(items)])
+    turn.settle()
+    return [(time.perf_counter() - began) / calls]
+
+
+def alternate(pair: Pair, rounds: int, act: Callable[[Turn], list[float]]) -> tuple[list[float], list[float]]:
+    """Let both sides have turns; return what `act` returned, of ours and of theirs."""
+    found: tuple[list[float], list[float]] = ([], [])
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(rounds + 1):
+            turns = list(zip(found, pair.turns("extend", 1), strict=True))
+            for times, turn in turns if number % 2 else reversed(turns):
+                taken = act(turn)
+                if number:  # the first turn warms up
+                    times += taken
+    finally:
+        gc.enable()
+    return found
+
+
+def open_pair(folder: Path, workload: Workload, effort: Effort, rows: int) -> Pair:
+    """Return both buffers, filled."""
+    scaled = workload.scaled(rows=rows, extend_rows=effort.extend_rows)
+    pair = Pair(folder, scaled, rows, vs_torchrl.SMOKE if effort is SMOKE else vs_torchrl.QUICK)
+    pair.fill()
+    return pair
+
+
+def compare_latencies(name: str, pair: Pair, rate: float, effort: Effort) -> Iterator[Result]:
+    """Compare calls at a rate: half of them, and the slowest in a hundred."""
+    ours, theirs = alternate(pair, effort.rounds, lambda turn: offer(turn, rate, effort.seconds))
+    data = {"rate": rate, "expstore": sorted(ours), "torchrl": sorted(theirs)}
+    for part in (50, 99):
+        mine, other = (float(np.percentile(times, part)) for times in (ours, theirs))
+        ratio = other / mine if part == 50 else mine / other
+        yield Result(
+            f"offered/{name}-p{part}",
+            ratio,
+            f"{mine * 1e3:.2f} ms",
+            f"{other * 1e3:.2f} ms",
+            f"{ratio:.2f}x",
+            note=f"{rate:.1f} calls a second, {len(ours)} calls a side",
+            data=data if part == 50 else {},
+        )
+
+
+def compare_rush(name: str, pair: Pair, effort: Effort, disk: float | None) -> Result:
+    """Compare calls without a pause; what still waits for the disk is written within the time."""
+    ours, theirs = alternate(pair, effort.rounds, lambda turn: rush(turn, effort.calls))
+    mine, other = (float(np.median(times)) for times in (ours, theirs))
+    size = pair.workload.row_bytes * effort.extend_rows
+    share = "" if disk is None else f", {size / mine / disk:.2f} of what the disk writes"
+    return Result(
+        f"offered/{name}",
+        other / mine,
+        f"{mine * 1e6:.0f} µs a call",
+        f"{other * 1e6:.0f} µs a call",
+        f"{other / mine:.2f}x",
+        note=f"{size / mine / 1e6:.0f} MB/s{share}",
+        data={"expstore": ours, "torchrl": theirs, "disk": disk},
+    )
+
+
+def measure(folder: Path, effort: Effort) -> Iterator[Result]:
+    """Yield all results."""
+    disk = measure_disk(folder, effort.disk_bytes)
+    pair = open_pair(folder / "locomotion", LOCOMOTION, effort, effort.rows)
+    yield from compare_latencies("locomotion", pair, RATE, effort)
+    yield compare_rush("no-pause-disk", pair, effort, disk)
+    pair.close()
+    pair = open_pair(folder / "pixels", PIXELS, effort, effort.rows // 10)
+    rate = SHARE * disk / (PIXELS.row_bytes * effort.extend_rows)
+    yield from compare_latencies("pixels", pair, rate, effort)
+    pair.close()
+    if MEMORY.is_dir() and os.access(MEMORY, os.W_OK):
+        with scratch(MEMORY, 4 * effort.rows * LOCOMOTION.row_bytes) as place:
+            pair = open_pair(place / "memory", LOCOMOTION, effort, effort.rows)
+            yield compare_rush("no-pause-memory", pair, effort, None)
+            pair.close()
+
+
+def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print) -> int:
+    """Measure, print the table, return the exit code."""
+    parser = options(__doc__, quick="half of the turns", folder=ROOT / "benchmarks" / "out")
+    wanted = parser.parse_args(argv)
+    effort = SMOKE if wanted.smoke else QUICK if wanted.quick else FULL
+    needed = 4 * effort.rows * PIXELS.row_bytes // 10 + 2 * effort.disk_bytes
+    with scratch(wanted.folder, needed) as folder:
+        report = Report({} if wanted.smoke else BARS, out, other="TorchRL", file=wanted.json)
+        for result in measure(folder, effort):
+            report.add(result)
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
