@@ -192,7 +192,7 @@ def check_index(inspection: Inspection) -> None:
 
 
 def _index_trouble(inspection: Inspection, path: Path) -> str | None:
-    from expstore.sql.index import read_tables  # loads DuckDB
+    from expstore.sql.index import COMPARED, read_tables  # loads DuckDB
 
     position, held = read_tables(path, store_uuid=inspection.manifest.uuid)
     follower = FollowerStorage(inspection.path, disk=inspection.disk)
@@ -203,7 +203,7 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
         if position < follower.state.content:
             return None  # behind, as it may be
         for name, rows in held.items():
-            told = catalog.query(f"SELECT * FROM {name} ORDER BY ALL", None).fetchall()
+            told = catalog.query(f"SELECT {COMPARED[name]} FROM {name} ORDER BY ALL", None).fetchall()
             if told != rows and not (name == "fragments" and _same_rows(told, rows)):
                 return f"the relation {name} is not what columns and {LOG} say"
     finally:

@@ -38,7 +38,7 @@ from expstore.sql.migrate import create, migrate
 from expstore.sql.result import Result
 from expstore.sql.views import Column, Relations
 
-__all__ = ["CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
+__all__ = ["COMPARED", "CONFIG", "Column", "Delta", "Index", "Position", "Relations", "Result", "read_tables"]
 
 CONFIG: dict[str, str | bool | int | float | list[str]] = {
     # Files that DuckDB 1.5 opens too.
@@ -412,6 +412,15 @@ class Index:
         self.notice = f"{path.name} is not usable, is kept as {aside.name} and made anew: {reason}"
 
 
+#: The relations that need nothing but the index, with their columns: an older index may have another order.
+COMPARED = {
+    "sources": "number, name, named, generation, session, started, ended",
+    "episodes": 'episode_id, source, trajectory_id, start_time, end_time, length, "return", status, '
+    "live_rows, info",
+    "fragments": "episode_id, first_step, length, first_id, stride",
+}
+
+
 def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, list[tuple[Any, ...]]]]:
     """Read the file of an index that no process has open, without changing it.
 
@@ -420,7 +429,7 @@ def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, lis
         store_uuid: UUID of the store.
 
     Returns:
-        The last record that the index covers, and the rows of the relations that need nothing else.
+        The last record that the index covers, and the rows of the relations of `COMPARED`, sorted.
 
     Raises:
         CorruptionError: The file is damaged, or belongs to another store.
@@ -434,8 +443,8 @@ def read_tables(path: Path, *, store_uuid: str) -> tuple[Position, dict[str, lis
             if found != [(store_uuid,)]:
                 raise CorruptionError(f"{path} belongs to store {found}, not {store_uuid}")
             rows = {
-                name: con.execute(f"SELECT * FROM {name} ORDER BY ALL").fetchall()
-                for name in ("sources", "episodes", "fragments")
+                name: con.execute(f"SELECT {columns} FROM {name} ORDER BY ALL").fetchall()
+                for name, columns in COMPARED.items()
             }
             return delta_tables.last_position(con), rows
     except duckdb.Error as exc:

@@ -400,7 +400,7 @@ def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="prefetch must be at least 0"):
         expstore.open(store_path, batches=expstore.Batches(prefetch=-1))
     if not torch.accelerator.is_available():
-        with pytest.raises(ValueError, match="pin_memory is for copies to an accelerator"):
+        with pytest.raises(ValueError, match="pin_memory=True needs an accelerator"):
             expstore.open(store_path, batches=expstore.Batches(pin_memory=True))
     assert not store_path.exists()
 

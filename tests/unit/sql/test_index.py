@@ -645,7 +645,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         (
             "SELECT nothing FROM episodes",
             "episodes has no column nothing",
-            "episodes has episode_id, source, trajectory_id, start_time, end_time, length, return, status, "
+            "episodes has episode_id, source, length, return, status, start_time, end_time, trajectory_id, "
             "live_rows, info",
         ),
         (

@@ -126,7 +126,7 @@ def test_what_is_no_condition() -> None:
     ):
         with pytest.raises(TypeError, match="any\\(\\) or .all\\(\\)"):
             act(traj.reward > 2.5)
-        with pytest.raises(TypeError, match="made of traj, or a function"):
+        with pytest.raises(TypeError, match="built from traj or be a function"):
             act(3)
     with pytest.raises(TypeError, match="join conditions with"):
         bool(traj.length > 3 and traj.length < 5)
