@@ -51,7 +51,7 @@ format: .venv  ## write the format, and the fixes that are safe
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: .venv/.bench  ## compare with TorchRL and others, 40 minutes; RESUME=1 goes on with a run that was cut
+bench: .venv/.bench  ## compare with TorchRL and others, 45 minutes; RESUME=1 goes on with a run that was cut
 	$(BIN)/python -m benchmarks $(if $(RESUME),--resume)
 
 bench-embed: .venv  ## put the figures of the last whole run into the documents and benchmarks/results

@@ -9,6 +9,7 @@ import gzip
 import importlib.util
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import larger_than_memory
 from benchmarks.atari import made_up
 from benchmarks.datasets import write_run
 from tests.support.atari_files import LoggedRing, Step
@@ -207,6 +209,47 @@ def test_offered_rows_are_measured(run: dict[str, Any]) -> None:
     }
     assert found["locomotion-p50"]["rate"] == 100
     assert all(min(found[name]["expstore"]) > 0 for name in ("locomotion-p50", "no-pause-disk"))
+
+
+def test_reading_more_than_memory_holds_is_measured(run: dict[str, Any]) -> None:
+    acts = {"larger-than-memory/sample", "larger-than-memory/slices"}
+    found = run["by_part"].get("larger-than-memory", {})
+    left_out = acts & set(run["skipped"])
+    assert {*found} == acts - left_out
+    assert left_out in (set(), acts)
+    for row in found.values():
+        assert row["data"]["plain"]["p50"] > 0
+        assert row["data"].keys() >= {"expstore", "torchrl"}
+
+
+def test_a_cgroup_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path / "nothing")
+    told: list[str] = []
+    arguments = ["--smoke", "--folder", str(tmp_path / "stores")]
+    assert larger_than_memory.main(arguments, lambda line: told.append(str(line))) == 0
+    left_out = [line for line in told if "is left out" in line]
+    assert [line.split(" ")[0] for line in left_out] == [
+        f"larger-than-memory/{act}" for act in ("sample", "slices")
+    ]
+
+
+def test_cgroups_are_removed_however_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path)
+
+    def run_out_of_luck() -> None:
+        with larger_than_memory.memory_cgroup("one", 1 << 30) as group:
+            assert (group / "memory.max").read_text() == str(1 << 30)
+            (group / "memory.max").unlink()  # the rmdir of a cgroup does not mind its files
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run_out_of_luck()
+    ended = tmp_path / f"{larger_than_memory.PREFIX}{2**30}-expstore"
+    ours = tmp_path / f"{larger_than_memory.PREFIX}{os.getpid()}-expstore"
+    ended.mkdir()
+    ours.mkdir()
+    larger_than_memory.remove_leftovers()
+    assert [*tmp_path.iterdir()] == [ours]
 
 
 def test_looking_at_other_steps_is_measured(run: dict[str, Any]) -> None:
