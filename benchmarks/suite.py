@@ -81,7 +81,7 @@ PARTS = (
     Part("steps", "steps", (), 180),
     Part("recording", "recording", (), 240),
     Part("offered", "offered", (), 420),
-    Part("larger-than-memory", "larger_than_memory", (), 420),
+    Part("larger-than-memory", "larger_than_memory", (), 420, smoke=None),
     Part("followers", "followers", ("--seconds", "12"), 120, "12 seconds a phase, not 30", smoke=None),
     Part(
         "images",

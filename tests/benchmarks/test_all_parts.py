@@ -211,17 +211,6 @@ def test_offered_rows_are_measured(run: dict[str, Any]) -> None:
     assert all(min(found[name]["expstore"]) > 0 for name in ("locomotion-p50", "no-pause-disk"))
 
 
-def test_reading_more_than_memory_holds_is_measured(run: dict[str, Any]) -> None:
-    acts = {"larger-than-memory/sample", "larger-than-memory/slices"}
-    found = run["by_part"].get("larger-than-memory", {})
-    left_out = acts & set(run["skipped"])
-    assert {*found} == acts - left_out
-    assert left_out in (set(), acts)
-    for row in found.values():
-        assert row["data"]["plain"]["p50"] > 0
-        assert row["data"].keys() >= {"expstore", "torchrl"}
-
-
 def test_a_cgroup_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path / "nothing")
     told: list[str] = []
