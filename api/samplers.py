@@ -54,19 +54,31 @@ class _Sliced(_Described):
         return super().make(where)
 
 
+class _ByPriority(_Described):
+    """Chances that follow priorities."""
+
+    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
+    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
+    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
+
+
+class _InPasses(_Described):
+    """Everything once per pass."""
+
+    shuffle: bool = Field(True, description="Whether the order is random.")
+    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
+
+
 class Uniform(_Described):
     """Every row has the same chance."""
 
     kind: Literal["uniform"] = Field(default="uniform", description="Which sampler this is.")
 
 
-class Prioritized(_Described):
+class Prioritized(_ByPriority):
     """Chances follow priorities (Schaul et al. 2016)."""
 
     kind: Literal["prioritized"] = Field(description="Which sampler this is.")
-    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
-    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
-    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
 
 class Slices(_Sliced):
@@ -78,13 +90,10 @@ class Slices(_Sliced):
     )
 
 
-class PrioritizedSlices(_Sliced):
+class PrioritizedSlices(_Sliced, _ByPriority):
     """Such stretches, whose first steps' chances follow priorities."""
 
     kind: Literal["prioritized_slices"] = Field(description="Which sampler this is.")
-    alpha: float = Field(0.6, ge=0, le=10, description="Exponent of priorities; 0: uniform.")
-    beta: float = Field(0.4, ge=0, le=10, description="Exponent of `priority_weight`; 1: no bias.")
-    eps: float = Field(1e-8, ge=0, le=1, description="Added to priorities, so that 0 can be drawn.")
 
 
 class Recent(_Described):
@@ -95,20 +104,16 @@ class Recent(_Described):
     newest: int | None = Field(None, ge=1, le=1 << 62, description="Draw only so many of the newest rows.")
 
 
-class WithoutReplacement(_Described):
+class WithoutReplacement(_InPasses):
     """Every row once per pass."""
 
     kind: Literal["without_replacement"] = Field(description="Which sampler this is.")
-    shuffle: bool = Field(True, description="Whether the order is random.")
-    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
 
-class SlicesWithoutReplacement(_Sliced):
+class SlicesWithoutReplacement(_Sliced, _InPasses):
     """A stretch of every trajectory per pass."""
 
     kind: Literal["slices_without_replacement"] = Field(description="Which sampler this is.")
-    shuffle: bool = Field(True, description="Whether the order is random.")
-    drop_last: bool = Field(False, description="Whether a smaller last batch is left out.")
 
 
 class StreamingSlices(_Described):

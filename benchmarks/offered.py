@@ -1,4 +1,4 @@
-"""`extend` at a given rate, as a collector calls it, and without a pause; beside TorchRL and the disk itself.
+"""`extend` at a given rate, as a collector calls it, and without a pause, compared with TorchRL and the disk.
 
 Run as `python benchmarks/offered.py`. A call is due at a fixed time. Its latency counts from that time on, so
 that a stall counts for every call that it delays. The sides take turns of some seconds, each alone.

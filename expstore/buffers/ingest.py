@@ -325,9 +325,8 @@ class Ingest(StorePart):
             ids = self.writer.write(
                 writable, columns, steps, source=options.source, info=options.info, **keyed
             )
-            run = (
-                storage.state.window.last - last == ids.size
-            )  # all were appended: their ids follow one another
+            # If all rows were appended, their ids are consecutive.
+            run = storage.state.window.last - last == ids.size
             if priorities is not None:
                 writable.set_priorities(ids, priorities)
             sampler.on_write(ids if run else ids[ids != -1])

@@ -1,4 +1,4 @@
-"""The names that somebody may have meant by a name that does not exist.
+"""Find the known names that are most like an unknown one.
 
 Used by error messages.
 """

@@ -1,8 +1,8 @@
-"""Ask the processor for memory that is about to be read: a line of its cache, or rows of columns.
+"""Prefetch memory that is about to be read: a cache line, or rows of columns.
 
-Used by columns of narrow rows and by sum trees. Rows drawn at random lie apart from one another in memory,
-and a copy would wait for one after the other; asked for beforehand, many are on their way at once. Nothing is
-read: an address without memory behind it is passed over.
+Used by columns of narrow rows and by sum trees. Random rows are far apart in memory, and a copy waits for
+each of them in turn; prefetched, many are loaded at the same time. A prefetch never faults: an address
+without memory is ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ints = NDArray[Any]
 
 
 def _prefetch(_: Any, address: Any) -> Any:
-    """Ask for the 64 bytes around an address, for reading, into all levels of the cache."""
+    """Prefetch the cache line of an address for reading, into all levels of the cache."""
 
     def generate(_: Any, builder: Any, __: Any, given: Any) -> Any:
         pointer, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -35,19 +35,19 @@ def _prefetch(_: Any, address: Any) -> Any:
     return types.void(types.int64), generate
 
 
-#: Its address; to be called in compiled loops.
+#: Prefetch the cache line of an address; for compiled loops only.
 prefetch_line: Any = intrinsic(_prefetch)
 _LINE = 64
 
 
 @compiled("void(int64[::1], int64[::1], int64[::1])")
 def prefetch_rows(columns: Ints, sizes: Ints, slots: Ints) -> None:
-    """Ask for rows of columns.
+    """Prefetch rows of columns.
 
     Args:
-        columns: Where the first row of each begins. Shape `(columns,)`.
-        sizes: How many bytes its rows have. Shape `(columns,)`.
-        slots: The rows' places. Shape `(n,)`.
+        columns: Address of the first row of each column. Shape `(columns,)`.
+        sizes: Bytes per row of each column. Shape `(columns,)`.
+        slots: The rows. Shape `(n,)`.
     """
     for row in range(slots.size):
         for column in range(columns.size):

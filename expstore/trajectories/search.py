@@ -33,7 +33,7 @@ __all__ = ["find_trajectories"]
 
 #: About so many rows are read at once.
 _CHUNK = 1 << 16
-#: Trajectories that are found share memory up to so much: who keeps one of them keeps all of it.
+#: Trajectories in a result share blocks of memory up to this size. A block lives as long as one of them does.
 _RESULT_BYTES = 1 << 20
 
 NestedKey = str | Key

@@ -83,3 +83,18 @@ def test_powers_do_not_depend_on_how_many_are_made() -> None:
     single = [raise_priorities(priorities, places[i : i + 1], eps=1e-8, alpha=0.6)[0] for i in places]
     np.testing.assert_array_equal(whole, single)
     np.testing.assert_allclose(whole, (priorities.astype(np.float64) + 1e-8) ** 0.6, rtol=1e-14)
+
+
+@pytest.mark.parametrize("size", [1, 9, 5000])
+def test_a_draw_finds_the_places_at_shares_of_the_sum(size: int) -> None:
+    """To the last bit what `find` returns: the batches of a store must stay the same."""
+    rng = np.random.default_rng(size)
+    tree = SumTree(size)
+    assert tree.draw(rng.random(4)) is None
+    tree.fill(rng.random(size) + 0.1)
+    shares = rng.random(1000)
+    places, weights = tree.find(shares * tree.total)
+    drawn = tree.draw(shares)
+    assert drawn is not None
+    np.testing.assert_array_equal(drawn[0], places)
+    np.testing.assert_array_equal(drawn[1], weights / tree.smallest)

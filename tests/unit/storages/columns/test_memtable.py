@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -148,3 +149,20 @@ def test_rows_lie_over_a_column(tmp_path: Path, kind: Kind) -> None:
     kind.same(np.concatenate(over.views(store.columns, 0, 7, 24)), [7, 6, *range(9, 28), 3, 5, 30])
     np.testing.assert_array_equal(np.concatenate(over.views(store.columns, 1, 7, 24)), np.arange(7, 31))
     store.columns.close()
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+@pytest.mark.parametrize("first_id", [1, 5, 7, 8, 9, 14])
+def test_a_slot_is_held_if_a_recent_row_lies_in_it(slots: int | None, first_id: int) -> None:
+    """Also where the recent rows lie at both ends of the ring."""
+    order, count = LockOrder(), 3
+    memtable: Memtable[Pin] = Memtable(order, StoredPriorities(order))
+    memtable.add(first_id, count, b"")
+    columns = SimpleNamespace(slots=slots)
+    recent = {
+        number - 1 if slots is None else (number - 1) % slots for number in range(first_id, first_id + count)
+    }
+    held = [
+        slot for slot in range(20 if slots is None else slots) if memtable.holds(columns, np.array([slot]))
+    ]  # type: ignore[arg-type]
+    assert held == sorted(recent)

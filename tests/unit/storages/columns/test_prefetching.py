@@ -69,6 +69,22 @@ def test_looks_for_columns_anew_now_and_then() -> None:
     assert asked.calls[-1][0] == [moved.ctypes.data]
 
 
+def test_columns_are_looked_for_once_where_fields_alternate() -> None:
+    """As when a transform reads some fields of every batch, too."""
+    columns, looks = [np.zeros(100), np.zeros(100)], []
+
+    def views(places: Sequence[int]) -> list[np.ndarray]:
+        looks.append(tuple(places))
+        return [columns[place] for place in places]
+
+    prefetcher, asked = loaded()
+    for _ in range(10):
+        prefetcher.ask(np.arange(32), range(2), views)
+        prefetcher.ask(np.arange(32), [1], views)
+    assert looks == [(0, 1), (1,)]
+    assert len(asked.calls) == 20
+
+
 def test_passes_over_addresses_without_memory() -> None:
     prefetch_rows(np.array([0, 1 << 46]), np.array([200, 7]), np.arange(100))
 
