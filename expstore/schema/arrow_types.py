@@ -81,6 +81,7 @@ def ragged_text(dtype: str, shape: tuple[int | None, ...]) -> str:
 
     Raises:
         SchemaError: The dtype does not exist, or no dim is None.
+
     >>> ragged_text("int32", (None, 3))
     '{"ragged":["int32",[null,3]]}'
     """
@@ -115,6 +116,7 @@ def type_text(kind: pa.DataType) -> str:
 
     Raises:
         SchemaError: Fields cannot have this type.
+
     >>> import pyarrow as pa
     >>> type_text(pa.list_(pa.string()))
     '{"list":"string"}'

@@ -34,6 +34,7 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
     Raises:
         SchemaError: A type does not exist, or an Arrow type is not supported.
         TypeError: `types` is not a mapping, or a key is not a string or a tuple of strings.
+
     Example:
         >>> schema_of({"prompt": str, "tokens": ("int32", (None,)), "next": {"reward": "float32"}})
         Schema(prompt: string, tokens: int32[?], next.reward: float32[])
