@@ -184,5 +184,5 @@ def test_bad_data_sets_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(NotFoundError, match="there is no folder"):
         MinariReader(tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotFoundError, match="is a file, and a folder is needed"):
+    with pytest.raises(NotFoundError, match="is a file, but a folder is needed"):
         MinariReader(tmp_path / "file")

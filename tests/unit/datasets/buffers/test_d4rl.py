@@ -206,7 +206,7 @@ def test_one_process_at_a_time_fetches(tmp_path: Path, source: Path) -> None:
     with serving_files(tmp_path / "public") as server:
         lock = WriterLock(Disk(), folder / "LOCK")
         try:
-            with pytest.raises(LockedError, match=f"another process fetches {ID}"):
+            with pytest.raises(LockedError, match=f"another process is fetching {ID}"):
                 opened(tmp_path, mirror=server.url)
         finally:
             lock.release()
