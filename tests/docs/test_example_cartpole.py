@@ -147,7 +147,7 @@ def test_it_learns_through_all_that(stopped: tuple[Path, list[Run]]) -> None:
 
 def test_a_finished_run_says_so_and_how_to_look_further(stopped: tuple[Path, list[Run]]) -> None:
     text = stopped[1][5].text
-    assert f"all {STEPS:,} steps are done; --steps for more, --fresh to begin anew" in text
+    assert f"all {STEPS:,} steps are done; pass --steps for more, --fresh to start again" in text
     assert "expstore info runs/cartpole.exp\n" in text
     assert "expstore sql runs/cartpole.exp 'SELECT status" in text
 
