@@ -215,9 +215,7 @@ class Life:
     def look_at_rows(self, rb: TensorDictReplayBuffer) -> None:
         """Check all rows by index, and single rows."""
         model, ordered = self.model, self.model.by_index
-        found = (
-            rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)
-        )  # with two dims a read has time as its last dim
+        found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # with two dims time is the last one
         hold(found, ordered, "[:]", trajectories=model.trajectories)
         if model.lanes == 1:
             for place in {0, len(ordered) // 2, len(ordered) - 1}:

@@ -1,4 +1,4 @@
-"""What is made of a run: blocks of documents, missed bars, what is worse than before; and how parts end.
+"""Output of a run: generated blocks of documents, missed bars, comparison with an earlier run, failures.
 
 The figures in the documents are compared here with the stored results.
 """

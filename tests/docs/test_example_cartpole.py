@@ -1,4 +1,4 @@
-"""The CartPole example: killed again and again it still learns, and says what it does."""
+"""The CartPole example learns although it is killed repeatedly, and reports its progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Atari DQN reader restores what was played, in its order, and joins no two episodes."""
+"""The Atari DQN reader restores the played rows in their order, and never joins two episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The D4RL reader keeps every row and ends episodes where the file does; TorchRL's class is run beside it."""
+"""The D4RL reader keeps every row and ends episodes like the file; comparison with TorchRL's class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HDF5 files with a group per episode: robomimic, LIBERO, d3rlpy, RoboSet, and plain names."""
+"""HDF5 files with one group per episode: robomimic, LIBERO, d3rlpy, RoboSet, and plain names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing through a reader: rows, sources, facts; twice; killed and resumed; what does not fit."""
+"""Imports with a reader: rows, sources, annotations; repeated, killed and resumed imports; errors."""
 
 from __future__ import annotations
 

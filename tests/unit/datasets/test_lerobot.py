@@ -1,4 +1,4 @@
-"""The LeRobot reader, versions 2 and 3: rows, tasks, images, videos; TorchRL's class beside it."""
+"""The LeRobot reader, versions 2 and 3: rows, tasks, images, videos; comparison with TorchRL's class."""
 
 from __future__ import annotations
 

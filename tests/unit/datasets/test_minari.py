@@ -1,4 +1,4 @@
-"""The Minari reader: rows as TorchRL has them, from every form in which Minari keeps a data set."""
+"""The Minari reader returns TorchRL's rows for every format of Minari."""
 
 from __future__ import annotations
 

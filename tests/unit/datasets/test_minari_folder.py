@@ -1,4 +1,4 @@
-"""The Minari reader: what Minari writes in each format, TorchRL's class and Minari's reader beside it."""
+"""The Minari reader in each format, compared with TorchRL's class and Minari's reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set and a buffer that grows, sampled as one: how many rows of each, beside TorchRL's."""
+"""A data set and a growing buffer sampled together: rows of each, compared with TorchRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Open X-Embodiment reader and class: tars of pickled episodes, read without running them."""
+"""The Open X-Embodiment reader and class: tars of pickled episodes, read without running code."""
 
 from __future__ import annotations
 

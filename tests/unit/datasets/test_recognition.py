@@ -1,4 +1,4 @@
-"""`expstore import` recognises data sets by what is in their files; where it cannot, it names the format."""
+"""`expstore import` detects data sets by their content, and otherwise suggests the format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of TensorDict and dumps of TorchRL's buffers are read in place, as what they hold."""
+"""Folders of TensorDict and dumps of TorchRL's buffers are read in place."""
 
 from __future__ import annotations
 

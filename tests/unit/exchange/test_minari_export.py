@@ -1,4 +1,4 @@
-"""Minari datasets: Minari's own reader finds in them what the store holds, and its own become stores."""
+"""Minari datasets: Minari reads what the store exported, and Minari's own datasets can be imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows without a fixed size as Parquet and Arrow files and back, and files of others with such columns."""
+"""Variable-length rows as Parquet and Arrow files and back, and such files of other programs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Composite and stacked specs do what TorchRL's do: both are made alike, and asked the same.
+"""Composite and stacked specs behave like TorchRL's.
 
-Run with the other tests. Trees of specs are drawn by Hypothesis. What differs on purpose has its own tests.
+Run with the other tests. Hypothesis draws trees of specs. Intended differences have separate tests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""gymnasium's spaces become specs of the same values, and come back; a collector has them kept.
+"""gymnasium spaces become specs of the same values and back; a collector stores them.
 
-Run with the other tests. Spaces are drawn by Hypothesis.
+Run with the other tests. Hypothesis draws the spaces.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What specs take, and what they refuse: each at once, and with what was found.
+"""Inputs that specs accept and refuse; errors are raised at once and name what was found.
 
 Run with the other tests.
 """

@@ -1,4 +1,4 @@
-"""Specs become text, and TorchRL's specs, and come back as they were: drawn by Hypothesis, to the bit.
+"""Specs become text, and TorchRL's specs, and back unchanged, bit by bit; Hypothesis draws the specs.
 
 Run with the other tests.
 """

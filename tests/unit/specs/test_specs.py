@@ -1,7 +1,7 @@
-"""Specs say of values what TorchRL's say: both are made alike and asked the same.
+"""Specs behave like TorchRL's.
 
-Run with the other tests. Specs, values and changes are drawn by Hypothesis. What differs on purpose has a
-test of its own, at the end.
+Run with the other tests. Hypothesis draws specs, values and changes. Intended differences have separate tests
+at the end.
 """
 
 from __future__ import annotations

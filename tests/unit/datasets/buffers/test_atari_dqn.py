@@ -1,4 +1,4 @@
-"""The Atari DQN class: the samples of TorchRL's documentation with the import changed; each difference."""
+"""The Atari DQN class: the examples of TorchRL's documentation, and each difference."""
 
 from __future__ import annotations
 

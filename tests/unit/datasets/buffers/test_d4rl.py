@@ -1,4 +1,4 @@
-"""D4RL's class: from a file, from a server, by its prefix; trajectories, scores, preprocessing."""
+"""The D4RL class: from a file, from a server, by prefix; trajectories, scores, preprocessing."""
 
 from __future__ import annotations
 
