@@ -1,7 +1,7 @@
 """The command line: what it prints, its exit codes, how long it takes.
 
-Run with the other tests. Most commands run in this process; those whose exit code, locks or time count
-run in one of their own.
+Run with the other tests. Most commands run in this process; those whose exit code, locks or time matter run
+in a separate one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands `dumps`, `loads` and `versions`: what they print, their exit codes."""
+"""The commands `dumps`, `loads` and `versions`: output and exit codes."""
 
 from __future__ import annotations
 

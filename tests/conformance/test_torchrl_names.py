@@ -1,8 +1,7 @@
-"""Every public name of TorchRL's replay buffers is in docs/torchrl.md, and what is offered takes its words.
+"""Every public name of TorchRL's replay buffers is in docs/torchrl.md, with the same arguments.
 
-The table there says of each name whether it is the same, better or not offered. TorchRL is asked as it is
-installed: its names, its signatures, the members of its buffers. Names of its other modules are in the table
-where they are offered.
+The table there says for each name whether it is the same, better or not offered. Names, signatures and
+members come from the installed TorchRL. Names of its other modules are in the table if they are offered.
 """
 
 from __future__ import annotations

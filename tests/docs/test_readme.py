@@ -1,4 +1,4 @@
-"""The README's blocks run, one after another, as a reader would paste them; documents name what is there."""
+"""The code blocks of the README run in order, and documents refer only to existing names."""
 
 from __future__ import annotations
 

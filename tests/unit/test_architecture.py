@@ -2,7 +2,7 @@
 
 The tests read the source with `ast` and import nothing of expstore. import-linter (`[tool.importlinter]` in
 pyproject.toml) checks which package imports which, and ruff's `banned-api` finds imports of modules that
-touch files. The tables below are the rules: edit them in the commit that needs it.
+files. The tables below are the rules: edit them in the commit that needs the change.
 """
 
 from __future__ import annotations

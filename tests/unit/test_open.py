@@ -1,4 +1,4 @@
-"""expstore.open: what a folder becomes, what contradicts it, and who may have it."""
+"""expstore.open: what becomes of a folder, contradictory arguments, and exclusive access."""
 
 from __future__ import annotations
 

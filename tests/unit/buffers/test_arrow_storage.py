@@ -1,4 +1,4 @@
-"""Buffers over stores on disk whose rows have no fixed size: as in RAM, after reopening, beside a writer."""
+"""Buffers over stores on disk with variable-length rows: as in RAM, after reopening, next to a writer."""
 
 from __future__ import annotations
 

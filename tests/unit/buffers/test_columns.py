@@ -1,4 +1,4 @@
-"""`add_column` and `drop_column`: values of rows that are there, later rows, and what must not change."""
+"""`add_column` and `drop_column`: values of existing and later rows, and what remains unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ensembles: which member a row comes from, in which shape, by which law; where routed rows go."""
+"""Ensembles: members and shapes of sampled rows, probabilities, and routing of written rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes as users ask for them: which there are, their rows, and what is noted about them."""
+"""The episodes API: list of episodes, their rows, and their annotations."""
 
 from __future__ import annotations
 

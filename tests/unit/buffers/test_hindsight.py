@@ -1,4 +1,4 @@
-"""Rows that pursue goals which were reached: out of which rows goals come, with which chance, and when."""
+"""Hindsight goals: which rows goals are taken from, with which probability, and when."""
 
 from __future__ import annotations
 

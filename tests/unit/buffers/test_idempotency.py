@@ -1,4 +1,4 @@
-"""Writes under idempotency keys: made once, whatever happens in between, and answered the same again."""
+"""Writes under idempotency keys happen once, and return the same answer when repeated."""
 
 from __future__ import annotations
 

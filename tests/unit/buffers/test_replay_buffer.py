@@ -1,4 +1,4 @@
-"""Buffers: TensorDicts in and out, on both storages, as a user sees them."""
+"""Replay buffers from the user's view: TensorDicts in and out, on both storages."""
 
 from __future__ import annotations
 

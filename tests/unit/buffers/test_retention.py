@@ -1,4 +1,4 @@
-"""Rows that leave a store that grows: which ones, what stays, and the space that they give back."""
+"""Retention in unbounded stores: which rows are deleted, what is kept, and the space that is freed."""
 
 from __future__ import annotations
 

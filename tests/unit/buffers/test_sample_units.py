@@ -1,4 +1,4 @@
-"""Sequences around sampled rows: beside torchrl on one lane, beside plain Python where several take turns."""
+"""Sequences around sampled rows equal torchrl's for one lane, and plain Python's for interleaved lanes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws: by the store's seed or by a torch.Generator, and where a restart goes on."""
+"""Sampling with the store's seed or a torch.Generator, and its continuation after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A buffer as torch's data set: beside a writer, in workers, each row or slice once and whole."""
+"""A buffer as a torch dataset: next to a writer, in workers, each row or slice once and whole."""
 
 from __future__ import annotations
 

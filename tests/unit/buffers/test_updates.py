@@ -1,4 +1,4 @@
-"""Rows that are changed in place: fields by index, and patches that reach no rows but their own."""
+"""Changes of rows in place: fields by index, and patches that change no other rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""TorchRL's collectors write into buffers of expstore: in this process, by themselves or batch by batch.
+"""TorchRL's collectors write into buffers of expstore, by themselves or batch by batch.
 
-Each row says which step of which episode it is (`counting`), so that it is known what must be stored.
+Each row contains its episode and step (`counting`), so that the expected rows are known.
 """
 
 from __future__ import annotations

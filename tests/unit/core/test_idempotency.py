@@ -1,4 +1,4 @@
-"""Idempotency keys in memory: which are known, for how long, and what is refused."""
+"""Idempotency keys in memory: which are known, for how long, and errors."""
 
 from __future__ import annotations
 

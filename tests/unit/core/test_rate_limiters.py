@@ -1,4 +1,4 @@
-"""Rate limiters: Reverb's laws, for rows; who waits, who is told, and what a restart goes on with."""
+"""Rate limiters: Reverb's rules for rows, waiting, wake-ups, and the state after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords of TorchRL that have no effect: accepted where they ask for nothing, refused with the reason."""
+"""TorchRL keywords without effect are accepted at their defaults, and otherwise refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users hand over comes back as it was: TensorDicts, tensors, trees, tensorclasses, objects."""
+"""Containers of users are returned unchanged: TensorDicts, tensors, trees, tensorclasses, objects."""
 
 from __future__ import annotations
 

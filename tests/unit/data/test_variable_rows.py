@@ -1,4 +1,4 @@
-"""Rows of no fixed size in every form that is taken, and as they come back."""
+"""Variable-length rows in every accepted form, and as they are returned."""
 
 from __future__ import annotations
 

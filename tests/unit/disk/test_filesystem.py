@@ -1,4 +1,4 @@
-"""Which file systems a store is refused on: by name, from an injected table, and by trying them out."""
+"""File systems on which a store is refused: by name, from an injected table, and by probing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths as users give them: folders of this machine, and nothing else."""
+"""Paths given by users: local folders only."""
 
 from __future__ import annotations
 

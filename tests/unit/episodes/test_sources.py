@@ -1,4 +1,4 @@
-"""What streams and their lanes are called: no user's name is a lane's."""
+"""Names of sources and lanes: a user's name is never a lane's name."""
 
 from __future__ import annotations
 

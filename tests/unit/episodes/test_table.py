@@ -1,4 +1,4 @@
-"""Episodes: every row's episode and step, held against a reference that goes row by row."""
+"""Episodes and steps of all rows match a reference that works row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as HDF5 and NPZ files with D4RL's names, and back; and files of others."""
+"""Rows as HDF5 and NPZ files with D4RL's names and back, and files of other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as Parquet and Arrow files and back: what others read there is what the store holds, to the bit."""
+"""Rows as Parquet and Arrow files and back, bit by bit, also for other readers."""
 
 from __future__ import annotations
 

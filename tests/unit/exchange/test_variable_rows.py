@@ -1,4 +1,4 @@
-"""Rows without a fixed size as Parquet and Arrow files and back, and files of others with such columns."""
+"""Variable-length rows as Parquet and Arrow files and back, and such files of other programs."""
 
 from __future__ import annotations
 
@@ -533,7 +533,7 @@ def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
     pq.write_table(table.set_column(at, table.schema.field(at), pa.array(image, table["image"].type)), path)
     with pytest.raises(SchemaError, match="'image': expected int64") as caught:
         import_parquet(tmp_path / "out", tmp_path / "back.exp")
-    assert "as its shape says" in str(caught.value.hint)
+    assert "shape does not match its number of values" in str(caught.value.hint)
     pq.write_table(table.set_column(at, "image", pa.array(["x"] * 30)), path)
     import_parquet(tmp_path / "out", tmp_path / "other.exp")
     with expstore.open(tmp_path / "other.exp", mode="r") as rb:

@@ -1,4 +1,4 @@
-"""TorchRL's own buffers over a store: rows, indices and batches as over its own storages, and they stay."""
+"""TorchRL's own buffers over a store: the same rows, indices and batches, and persistence."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Buffers as hooks of a training loop: beside TorchRL's own, inside its Trainer, and without it.
+"""Buffers as hooks of a training loop: next to TorchRL's own, inside its Trainer, and without it.
 
-What is collected comes from an environment that shows lane, episode and step, so that each row says where it
-belongs.
+The environment's observations contain lane, episode and step, so that each row shows where it belongs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Verify and repair cover the archive of a store: an opening needs it, and refuses if it is damaged."""
+"""Verify and repair include a store's archive; a damaged archive prevents opening."""
 
 from __future__ import annotations
 

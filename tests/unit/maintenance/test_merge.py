@@ -1,4 +1,4 @@
-"""Several stores become one: rows, times, priorities and infos are theirs, and their sources stay apart."""
+"""Merged stores keep rows, times, priorities and annotations, and their sources stay separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repair: what is derived costs nothing, what is lost is given up and nothing else, and killed it goes on."""
+"""Repair rebuilds derived files, gives up only lost rows, and can be repeated after a kill."""
 
 from __future__ import annotations
 

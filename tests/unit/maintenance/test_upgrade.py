@@ -1,4 +1,4 @@
-"""`expstore migrate`: what it says, what it does, and that the old index stays."""
+"""`expstore migrate`: its output, its effect, and the backup of the old index."""
 
 from __future__ import annotations
 

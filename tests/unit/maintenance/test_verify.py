@@ -1,4 +1,4 @@
-"""Verify: what is damaged is found and named, whatever bit it is; what is not damaged is not."""
+"""Verify finds and names damage of any bit, and reports nothing for undamaged stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client against a real server: what a buffer does, done over a connection that may break."""
+"""The client against a real server: the buffer's operations over a connection that may break."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`where=` and `weight=` of samplers: which rows are drawn, how often, and since when."""
+"""`where=` and `weight=` of samplers: which rows are drawn, how often, and from when on."""
 
 from __future__ import annotations
 

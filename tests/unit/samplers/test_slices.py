@@ -1,4 +1,4 @@
-"""Slices of episodes: their lengths, where they begin, what batches say of their ends."""
+"""Slices of episodes: lengths, first steps, and flags at their ends."""
 
 from __future__ import annotations
 

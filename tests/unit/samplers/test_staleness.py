@@ -1,4 +1,4 @@
-"""Sampling by staleness: versions follow the rows through every change, and draws follow from the rows."""
+"""Sampling by staleness: versions follow rows through all changes, and draws follow from the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samplers written for torchrl draw in our buffers; `replacement=False` makes the samplers without it."""
+"""Samplers written for torchrl work in our buffers; `replacement=False` selects samplers without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storages with more than one dim: every cell is a row, of an id, and of a place along each dim."""
+"""Storages with more than one dim: every cell is a row with an id and a position along each dim."""
 
 from __future__ import annotations
 

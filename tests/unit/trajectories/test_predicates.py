@@ -1,4 +1,4 @@
-"""Trajectories by condition: out of buffers, out of plain data, and what is read for it."""
+"""Trajectories by condition, from buffers and plain data, and which rows are read for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts split into trajectories, and trajectories found in rings: beside TorchRL's and plain loops."""
+"""Splitting rollouts and rings into trajectories, compared with TorchRL and plain loops."""
 
 from __future__ import annotations
 

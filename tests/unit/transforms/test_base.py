@@ -1,4 +1,4 @@
-"""Transforms that look at other steps: what they see, when they act, and that it is seen in time."""
+"""Transforms that read other steps: which rows they see, when they run, and stale reads."""
 
 from __future__ import annotations
 

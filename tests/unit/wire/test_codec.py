@@ -1,4 +1,4 @@
-"""Rows as record batches and back: every dtype and shape, slices, shared memory, columns of others."""
+"""Rows as record batches and back: every dtype and shape, slices, shared memory, other programs' columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrow streams message by message: what is taken, what is refused, and streams that break off."""
+"""Arrow streams message by message: what is accepted, what is refused, and truncated streams."""
 
 from __future__ import annotations
 

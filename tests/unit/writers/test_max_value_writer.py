@@ -1,4 +1,4 @@
-"""The writer that keeps the best rows: which ones stay, where, and through what comes between."""
+"""The writer that keeps the best rows: which rows are kept, in which slots, through any events."""
 
 from __future__ import annotations
 

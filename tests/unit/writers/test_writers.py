@@ -1,4 +1,4 @@
-"""Writers: what takes rows, what takes none, and one in the place of another."""
+"""Writers: those that accept rows, those that refuse them, and replacing one by another."""
 
 from __future__ import annotations
 

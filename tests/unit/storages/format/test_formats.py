@@ -1,6 +1,6 @@
-"""Stores of every format from 1 on are opened, read, extended, verified; those of a newer format are refused.
+"""Stores of every format from 1 on are opened, read, extended, verified; newer formats are refused.
 
-They lie in tests/fixtures/formats; the README beside that says how one is added when the format moves.
+The stores are in tests/fixtures/formats; the README there says how to add one when the format changes.
 """
 
 from __future__ import annotations

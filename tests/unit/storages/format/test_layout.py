@@ -1,4 +1,4 @@
-"""What is asked of the layout of a store: by `expstore.open`, and by what is done to packed fields."""
+"""Options of a store's layout: in `expstore.open`, and their effect on packed fields."""
 
 from __future__ import annotations
 
