@@ -506,7 +506,7 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
 
 
 def test_a_device_that_is_not_there(store_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
+    with pytest.raises(StateError, match="cannot be returned on device 'no-such-device'") as caught:
         expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"
     if not torch.cuda.is_available():
