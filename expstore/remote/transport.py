@@ -74,7 +74,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and 0 < self.first <= self.longest):
-            raise ValueError(f"seconds from 0 on and 0 < first <= longest, not {self}")
+            raise ValueError(f"seconds must be at least 0, and 0 < first <= longest, got {self}")
 
 
 @dataclass(frozen=True)

@@ -777,5 +777,5 @@ def test_collect_says_that_it_makes_a_store(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     path = tmp_path / "run.exp"
     collect = ("collect", "CartPole-v1", path, "--steps", 9, "--envs", 1)
-    assert f"note: made a new store: {path}" in cli(*collect).err.splitlines()
+    assert f"note: created a new store: {path}" in cli(*collect).err.splitlines()
     assert "note: made" not in cli(*collect).err

@@ -419,7 +419,7 @@ def test_making_a_store_is_logged_once(store_path: Path, caplog: pytest.LogCaptu
     for mode in ("a", "a", "w", "r"):
         expstore.open(store_path, mode=mode).close()
     made = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
-    assert made == [f"made a new store: {store_path}"] * 2
+    assert made == [f"created a new store: {store_path}"] * 2
 
 
 def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +506,7 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
 
 
 def test_a_device_that_is_not_there(store_path: Path) -> None:
-    with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
+    with pytest.raises(StateError, match="cannot be returned on device 'no-such-device'") as caught:
         expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"
     if not torch.cuda.is_available():

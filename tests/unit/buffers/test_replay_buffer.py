@@ -345,7 +345,7 @@ def test_bad_priorities_change_nothing(turned: TensorDictReplayBuffer) -> None:
 def test_priorities_asked_for_in_the_wrong_way(turned: TensorDictReplayBuffer) -> None:
     with pytest.raises(NotFoundError, match="no row with index 10"):
         turned.update_priority([0, 10], [1.0, 2.0])
-    with pytest.raises(SchemaError, match="3 rows are given 2 priorities"):
+    with pytest.raises(SchemaError, match="got 2 priorities for 3 rows"):
         turned.update_priority([0, 1, 2], [1.0, 2.0])
     for options in ({}, {"index": [0]}, {"index": [0], "id": [1], "priority": 1.0}, {"priority": 1.0}):
         with pytest.raises(TypeError, match="takes a priority and either index or id"):

@@ -422,7 +422,7 @@ def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest
         rb._store.runner.go_round()
         rb._store.runner.go_round()
     assert [record.message for record in caplog.records if "missing" in record.message] != []
-    assert len([record for record in caplog.records if "given up" in record.message]) == 1
+    assert len([record for record in caplog.records if "could not be applied" in record.message]) == 1
     rb.close()
 
 

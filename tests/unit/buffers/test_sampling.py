@@ -273,7 +273,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
             with pytest.raises(StateError, match=text):
                 rb.load_state_dict(state | wrong)
         for lost in state:
-            with pytest.raises(StateError, match="no state of a"):
+            with pytest.raises(StateError, match="not a state of a"):
                 rb.load_state_dict({name: part for name, part in state.items() if name != lost})
         assert rb.storage.draws.number == 8
         rb.load_state_dict(state)

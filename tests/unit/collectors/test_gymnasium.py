@@ -537,9 +537,7 @@ def test_a_step_before_a_bad_action_is_kept() -> None:
 def test_the_autoreset_mode_must_be_known() -> None:
     silent = make_envs(mode=AutoresetMode.SAME_STEP)
     silent.metadata = {}
-    with pytest.raises(
-        ValueError, match="say it with autoreset_mode=, one of 'NextStep', 'SameStep', 'Disabled'"
-    ):
+    with pytest.raises(ValueError, match="pass autoreset_mode=, one of 'NextStep', 'SameStep', 'Disabled'"):
         Collector(silent, constant_policy, FakeBuffer())
     rb = FakeBuffer()
     with Collector(silent, by_observation, rb, autoreset_mode="SameStep", steps_per_lane=5) as collector:

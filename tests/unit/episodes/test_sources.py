@@ -34,7 +34,7 @@ def test_lanes_are_called_after_their_stream() -> None:
 
 @pytest.mark.parametrize("name", ["arm//1", "a//b//22", "", " a", "a\n", "a\t b"])
 def test_a_name_that_is_a_lanes_or_none_is_refused(name: str) -> None:
-    with pytest.raises(SchemaError, match=r"source .* (is how lanes are called|is no name)"):
+    with pytest.raises(SchemaError, match=r"source .* (is the name of a lane|is not a valid name)"):
         lane_names(name, "@1", 1)
 
 

@@ -542,7 +542,7 @@ def test_what_a_store_is_ranked_by_is_kept(tmp_path: Path) -> None:
         rb.extend(rows([1.0], 2))
     with expstore.open(path) as rb:
         assert isinstance(rb.writer, RoundRobinWriter)
-    with pytest.raises(ValueError, match="with mode='r' none come"):
+    with pytest.raises(ValueError, match="cannot be used with mode='r'"):
         expstore.open(path, mode="r", writer=RoundRobinWriter())
 
 
