@@ -261,7 +261,7 @@ def test_names_can_be_mapped(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         assert (rb.schema["next", "reward"].dtype, rb.schema["next", "reward"].shape) == ("float64", (1,))
     for wrong, words in (
         (["label="], "'odd' has 2 rows"),
-        (["odd="], "'label' holds values of type |S1, which no field has"),
+        (["odd="], "'label' holds values of type |S1, which a field cannot have"),
         (["label=", "odd=", "ghost=x"], "there is no 'ghost' to map"),
         (["label=", "odd=", "a=r"], "two of the names there stand for 'r'"),
         (["label"], "not of the form THEIRS=OURS"),
