@@ -439,7 +439,7 @@ def test_the_command(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "would be: 2,904 rows dropped: ids 9097 to 12000" in capsys.readouterr().out
     assert run(["repair", str(store)]) == 1
     told = capsys.readouterr()
-    assert "left: payload: columns/next/reward" in told.out
+    assert "not repaired: payload: columns/next/reward" in told.out
     assert "--drop-damaged" in told.err
     assert run(["repair", str(store), "--drop-damaged", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["lost"] == [[9097, 12_000]]
