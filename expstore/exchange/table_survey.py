@@ -31,7 +31,7 @@ class Seen:
     lengths: list[tuple[int, int]] = field(default_factory=list)
 
     def size(self, depth: int) -> int | None:
-        """Return the length of all lists of a level; None if they differ or are 0, or there are none."""
+        """Return the length of all lists of a level; None without lists, or if it is 0 or varies."""
         if depth >= len(self.lengths):
             return None
         shortest, longest = self.lengths[depth]
