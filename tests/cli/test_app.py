@@ -333,7 +333,7 @@ def test_info_in_json(cli: Cli, store: Path) -> None:
 def test_info_for_people(cli: Cli, store: Path) -> None:
     done = cli("info", store)
     assert done.code == 0
-    assert "25 (capacity 100), 25 written in all" in done.out
+    assert "25 (capacity 100), 25 written in total" in done.out
     assert "0 open, 2 terminated, 0 truncated, 1 cut" in done.out
     assert "closed" in done.out
     assert "next.reward" in done.out

@@ -194,7 +194,7 @@ def test_a_repair_makes_it_anew(closed: Path) -> None:
     (finding,) = verify(closed)
     assert (finding.kind, finding.path, finding.fatal) == ("state", "STATE", False)
     done = repair(closed)
-    assert "STATE made anew" in done.acts
+    assert "STATE rebuilt" in done.acts
     assert not done.left
     assert verify(closed) == []
 

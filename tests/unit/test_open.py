@@ -77,7 +77,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"batch_size": 0}, ValueError, "batch_size must be at least 1, got 0"),
     ({"batches": {"rate_limiter": "x"}}, StateError, "rate_limiter='x' is a str, not a RateLimiter; give"),
     ({"batches": {"rate_limiter": MinSize}}, StateError, "not a RateLimiter"),
-    ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is no SQL expression"),
+    ({"retain": {"where": "((("}}, QueryError, r"'\(\(\(' is not an SQL expression"),
     ({"retain": {"where": "a > (SELECT 1)"}}, QueryError, "a subquery is not allowed"),
     ({"retain": {"where": "x > 1"}, "schema": {"a": "int64"}}, QueryError, "x"),
 ]

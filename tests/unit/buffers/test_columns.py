@@ -450,10 +450,10 @@ def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
         (SchemaError, "values of shape", {"name": "x", "function": lambda batch: torch.zeros(3)}),
         (SchemaError, "returned a list", {"name": "x", "function": lambda batch: [1]}),
         (SchemaError, "expected", {"name": "x", "function": lambda b: b["observation"], "shape": 2}),
-        (QueryError, "no SQL expression", {"name": "x", "sql": "1 +"}),
+        (QueryError, "not an SQL expression", {"name": "x", "sql": "1 +"}),
         (QueryError, "the fields are", {"name": "x", "sql": "nothing + 1"}),
         (QueryError, "is NULL for the row", {"name": "x", "sql": "CASE WHEN action > 350 THEN 1 END"}),
-        (QueryError, "of which there is no field", {"name": "x", "sql": "'text'"}),
+        (QueryError, "which a field cannot have", {"name": "x", "sql": "'text'"}),
         (
             QueryError,
             "values that int8 cannot represent",

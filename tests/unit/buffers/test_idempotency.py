@@ -383,10 +383,10 @@ def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.Lo
     (found,) = verify(path)
     assert (found.kind, found.path) == ("keys", KEYS)
     assert "1 keys are lost" in found.message
-    assert repair(path, dry_run=True).acts == [f"{KEYS} made anew"]
+    assert repair(path, dry_run=True).acts == [f"{KEYS} rebuilt"]
     caplog.clear()
     outcome = repair(path)
-    assert outcome.acts[0] == f"{KEYS} made anew"
+    assert outcome.acts[0] == f"{KEYS} rebuilt"
     assert not outcome.left
     assert [r.getMessage() for r in caplog.records if KEYS in r.getMessage()] == [
         f"{path / KEYS} is damaged: 1 keys are lost; it is made anew"
