@@ -49,7 +49,7 @@ def making(disk: Disk, target: Path, *, single: bool = False, doing: str = "expo
             f"another process or thread {doing} {target} at the moment", hint="choose another path"
         ) from exc
     try:
-        for name in disk.names(aside):  # left by a process that was killed
+        for name in disk.names(aside):  # left over from a process that was killed
             if name != LOCK:
                 _remove(disk, aside / name)
         yield aside

@@ -112,7 +112,7 @@ def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_p
 @pytest.mark.parametrize("given", [b"run.exp", 3, None])
 def test_a_path_that_is_no_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(store_path.parent)
-    with pytest.raises(StateError, match="give a str or a pathlib.Path") as caught:
+    with pytest.raises(StateError, match="pass a str or a pathlib.Path") as caught:
         expstore.open(given)
     assert caught.value.kind == "path"
     assert os.listdir() == []

@@ -84,10 +84,10 @@ def test_the_same_key_for_something_else_is_refused(make: Make) -> None:
     rb = make()
     rb.extend(numbered_rows(3), idempotency_key="a", digest=DIGEST)
     for digest in (DIGEST[::-1], None):
-        with pytest.raises(StateError, match="give each write a key of its own") as caught:
+        with pytest.raises(StateError, match="use a new key for each write") as caught:
             rb.extend(numbered_rows(2), idempotency_key="a", digest=digest)
         assert caught.value.kind == "key_reused"
-    with pytest.raises(StateError, match="of another write"):
+    with pytest.raises(StateError, match="belongs to another write"):
         rb.add({"no": "such rows"}, idempotency_key="a", digest=DIGEST[::-1])
     assert len(rb) == 3
 
@@ -139,7 +139,7 @@ def test_dropped_rows_keep_their_places(make: Make) -> None:
     assert torch.equal(rb.extend(dropping(6, 0, 3), idempotency_key="a", return_ids=True), first)
     assert rb.extend(dropping(6, 0, 3), idempotency_key="a").tolist() == [-1, 2, 3, -1, 4, 5]
     for other in (dropping(6, 0), dropping(6)):
-        with pytest.raises(StateError, match="of another write"):
+        with pytest.raises(StateError, match="belongs to another write"):
             rb.extend(other, idempotency_key="a")
     for _ in range(2):  # nothing is kept: nothing is known, and nothing is done twice either
         assert rb.extend(dropping(2, 0, 1), idempotency_key="b").tolist() == [-1, -1]

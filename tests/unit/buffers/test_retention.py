@@ -444,10 +444,10 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"bytes": "10 parsecs"}, "bytes is a number from 1 on"),
-        ({"bytes": 0}, "bytes is a number from 1 on"),
-        ({"age": -1}, "age is a number of seconds"),
-        ({"age": float("nan")}, "age is a number of seconds"),
+        ({"bytes": "10 parsecs"}, "bytes must be a number of at least 1"),
+        ({"bytes": 0}, "bytes must be a number of at least 1"),
+        ({"age": -1}, "age must be a number of seconds"),
+        ({"age": float("nan")}, "age must be a number of seconds"),
         ({"where": " "}, "where must be an SQL expression"),
         ({"size": 3}, "a dict with bytes, age or where"),
         ("10GB", "a dict with bytes, age or where"),
