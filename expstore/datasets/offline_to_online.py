@@ -272,9 +272,11 @@ def _fraction(offline_fraction: float) -> float:
     return float(offline_fraction)
 
 
-def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
+def _joined(offline: Any, online: Any) -> Any:
     """Concatenate the rows of both, without keys that only one of them has about its rows."""
     parts = [offline, online]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        return torch.cat(parts)
     names = [{to_key(key) for key in part.keys(True, True)} for part in parts]
     differing = names[0] ^ names[1]
     lone = {key for key in differing if key[0] in _TOLD}

@@ -1,6 +1,6 @@
 """Replay buffers as hooks of a training loop: torchrl's `Trainer`, or one of your own.
 
-Built on the buffers. It does not import torchrl.
+Built on the buffers. It imports torchrl only when `to_torchrl` is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.errors import SchemaError, StateError
 
-__all__ = ["ReplayBufferTrainer"]
+__all__ = ["ReplayBufferTrainer", "to_torchrl"]
 
 _MASK = ("collector", "mask")
 _TRUNCATED = ("next", "truncated")
@@ -248,6 +248,37 @@ class ReplayBufferTrainer:
         trainer.register_op("process_optim_batch", self.sample)
         trainer.register_op("post_loss", self.update_priority)
         trainer.register_module(name, self)
+
+
+def to_torchrl(replay_buffer: Any) -> Any:
+    """Return an `OfflineToOnlineReplayBuffer` as an instance of TorchRL's class, too.
+
+    TorchRL's `OfflineToOnlineTrainer` takes only instances of TorchRL's `OfflineToOnlineReplayBuffer`. The
+    object returned is the same buffer: it shares the rows, the draws and the fraction.
+
+    Args:
+        replay_buffer: An `OfflineToOnlineReplayBuffer` of expstore.
+
+    Raises:
+        TypeError: It is another object.
+        ModuleNotFoundError: TorchRL is not installed.
+
+    Example:
+        >>> rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=100_000, batch_size=256)
+        >>> trainer = OfflineToOnlineTrainer(replay_buffer=expstore.trainers.to_torchrl(rb), ...)
+    """
+    from expstore.datasets.offline_to_online import OfflineToOnlineReplayBuffer
+
+    if not isinstance(replay_buffer, OfflineToOnlineReplayBuffer):
+        raise TypeError(
+            f"to_torchrl takes an OfflineToOnlineReplayBuffer of expstore, got {_kind(replay_buffer)}; for "
+            "other buffers there is expstore.trainers.ReplayBufferTrainer"
+        )
+    from expstore.integrations.torchrl_offline_to_online import TorchRLOfflineToOnline
+
+    made = TorchRLOfflineToOnline.__new__(TorchRLOfflineToOnline)
+    made.__dict__ = replay_buffer.__dict__
+    return made
 
 
 def _check_buffer(found: Any) -> None:

@@ -30,6 +30,7 @@ from expstore.specs.shapes import (
     unflattening,
     unsqueezing,
 )
+from expstore.specs.torchrl_classes import register_with_torchrl
 
 __all__ = ["LeafSpec", "TensorSpec", "as_device", "described", "implements", "stack_equal"]
 
@@ -81,6 +82,12 @@ class TensorSpec(ABC):
         True
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Create a spec that TorchRL's environments accept."""
+        # Not in __init__, which does not run when a spec is unpickled.
+        register_with_torchrl()
+        return super().__new__(cls)
+
     def __init__(
         self,
         shape: torch.Size | Sequence[int] | int,
@@ -101,6 +108,11 @@ class TensorSpec(ABC):
     def shape(self) -> torch.Size:
         """Shape of a value; -1 is a dim of any size."""
         return self._shape
+
+    @property
+    def _safe_shape(self) -> torch.Size:
+        """The shape of a value that `zero` makes; TorchRL's InitTracker reads it."""
+        return safe(self.shape)
 
     @property
     def space(self) -> Any:
@@ -341,6 +353,14 @@ def described(spec: TensorSpec, names: Sequence[str]) -> str:
     return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
 
 
+def _refusal(name: str) -> TypeError:
+    # An AttributeError would be hidden by the __getattr__ of TorchRL's TransformedEnv.
+    return TypeError(
+        f"the {name} of a spec cannot be set, as some transforms of TorchRL try: give the environment "
+        "expstore.specs.to_torchrl(spec), or create another spec"
+    )
+
+
 class LeafSpec(TensorSpec):
     """Base class of specs of one tensor. Subclasses implement changes of the shape in `_remade`.
 
@@ -374,6 +394,24 @@ class LeafSpec(TensorSpec):
         super().__init__(
             shape, space, torch.get_default_device() if device is None else device, dtype, domain
         )
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of a value; -1 is a dim of any size."""
+        return self._shape
+
+    @shape.setter
+    def shape(self, value: Sequence[int]) -> None:
+        raise _refusal("shape")
+
+    @property
+    def dtype(self) -> Any:
+        """What a value is made of."""
+        return self._dtype
+
+    @dtype.setter
+    def dtype(self, value: torch.dtype) -> None:
+        raise _refusal("dtype")
 
     @abstractmethod
     def _remade(

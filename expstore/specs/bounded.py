@@ -100,6 +100,9 @@ class Bounded(LeafSpec):
         """The largest value of each element."""
         return self._box.high
 
+    def _register_batch_size(self, batch_size: torch.Size) -> None:
+        """Do nothing: TorchRL's composites call it, and TorchRL's own specs save memory with it."""
+
     @property
     def _box(self) -> ContinuousBox:
         box: ContinuousBox = self.space

@@ -258,9 +258,11 @@ class Composite(Lockable, BatchDims):
     def set(self, name: NestedKey, spec: TensorSpec | None) -> Self:
         """Set the spec of a key, and return the composite.
 
-        Missing batch dims of composites are added. Missing composites along the key are created.
+        Missing batch dims of composites are added. Missing composites along the key are created. A spec of
+        TorchRL is converted.
 
         Raises:
+            TypeError: The value is not a spec.
             RuntimeError: The composite is locked, or the spec is on another device.
             ValueError: The leading dims of the spec differ.
         """
@@ -275,8 +277,9 @@ class Composite(Lockable, BatchDims):
         inner.set(tuple(rest), spec)
         return self
 
-    def _set(self, name: str, spec: TensorSpec | None) -> None:
+    def _set(self, name: str, spec: Any) -> None:
         self._check_unlocked()
+        spec = _as_spec(name, spec)
         if name in _RESERVED:
             raise AttributeError(f"Composite[{name}] cannot be set")
         if spec is not None and self._device is not None and spec.device != self._device:
@@ -311,10 +314,6 @@ class Composite(Lockable, BatchDims):
             raise TypeError(f"Got key of type {type(key)} when a string was expected.")
         if isinstance(value, Mapping):
             value = Composite(value, shape=self.shape, device=self._device)
-        elif value is not None and not isinstance(value, TensorSpec):
-            raise TypeError(
-                f"{key!r} is set to a {type(value).__name__}; give a spec, a dict of specs, or None"
-            )
         self.set(key, value)
 
     def __delitem__(self, key: NestedKey) -> None:
@@ -344,6 +343,8 @@ class Composite(Lockable, BatchDims):
         """Set all specs of a dict or a composite, merging nested composites; return the composite."""
         for key, spec in specs.items():
             own = self.get(key)
+            if not isinstance(spec, Mapping):
+                spec = _as_spec(key, spec)
             if isinstance(own, Composite) and isinstance(spec, (Mapping, Composite)):
                 own.update(spec)
                 continue
@@ -562,6 +563,18 @@ class Composite(Lockable, BatchDims):
             return f"{type(self).__name__}({', '.join(last)})"
         lines = [*(f"{key}: {spec}" for key, spec in self.entries()), *last]
         return f"{type(self).__name__}(\n" + indent(",\n".join(lines), " " * 4) + ")"
+
+
+def _as_spec(key: NestedKey, value: Any) -> TensorSpec | None:
+    """Return a value that a key is set to, one of TorchRL's specs as one of ours."""
+    if value is None or isinstance(value, TensorSpec):
+        return value
+    if not hasattr(value, "is_in"):
+        raise TypeError(f"{key!r} is set to a {type(value).__name__}; give a spec, a dict of specs, or None")
+    from expstore.specs.torchrl_specs import from_torchrl
+
+    found: TensorSpec = from_torchrl(value)
+    return found
 
 
 def _is_key(key: object) -> bool:

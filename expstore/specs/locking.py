@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
 __all__ = ["Lockable"]
@@ -76,15 +76,36 @@ class Lockable:
         below: list[Lockable] = list(self._all_below()) if recurse is not False else []
         tree: list[Lockable] = [self, *below]
         for one in tree:
-            above = [locker for ref in one._lockers if (locker := ref()) is not None and locker._is_locked]
-            if any(all(locker is not freed for freed in tree) for locker in above):
-                raise RuntimeError(
-                    "Cannot unlock a Composite that is part of a locked graph: unlock the parent with which "
-                    "it was locked"
-                )
+            one._check_unlock(tree)
         for one in tree:
             one._is_locked, one._lockers = False, ()
         return self
+
+    def _check_unlock(self, tree: Sequence[Lockable] = ()) -> None:
+        """Raise a RuntimeError if a composite outside of `tree` that locked this one is locked."""
+        above = [locker for ref in self._lockers if (locker := ref()) is not None and locker._is_locked]
+        if any(all(locker is not freed for freed in tree) for locker in above):
+            raise RuntimeError(
+                "Cannot unlock a Composite that is part of a locked graph: unlock the one above it, with "
+                "which it was locked"
+            )
+
+    # TorchRL's composites call these two, and `_check_unlock`, to lock and unlock the composites in them.
+
+    def _propagate_lock(
+        self,
+        *,
+        recurse: bool,
+        lock_parents_weakrefs: Sequence[weakref.ref[Lockable]],
+        is_compiling: bool,
+    ) -> None:
+        self._lock(tuple(lock_parents_weakrefs), recurse)
+
+    def _propagate_unlock(self, recurse: bool) -> list[Lockable]:
+        below: list[Lockable] = list(self._all_below()) if recurse else []
+        for one in (self, *below):
+            one._is_locked = False
+        return below
 
     def _all_below(self) -> Iterator[Lockable]:
         for branch in self._branches():

@@ -288,6 +288,11 @@ class Stacked(_Stack[TensorSpec]):
         self.dim = _stack_place(dim, len(first.shape))
         TensorSpec.__init__(self, (), None, first.device, first.dtype, first.domain)
 
+    @property
+    def _specs(self) -> list[TensorSpec]:
+        """The specs, by the name under which TorchRL's ParallelEnv reads them."""
+        return self._parts
+
     def _again(self, parts: list[TensorSpec]) -> Self:
         return type(self)(*parts, dim=self.dim)
 
