@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from expstore.buffers.rng import Turn
+from expstore.buffers.rng import DrawNumber
 from expstore.core.values import Selection
 
 __all__ = ["Batches", "Made", "Prefetcher", "Request"]
@@ -48,10 +48,10 @@ class Made:
 class Batches(Protocol):
     """What makes batches."""
 
-    def turn_ahead(self, number: int) -> Turn:
-        """Return the turn after `number` others that are not handed out yet."""
+    def draw_ahead(self, number: int) -> DrawNumber:
+        """Return the draw after `number` others that are not handed out yet."""
 
-    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
+    def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
         """Make a batch, if need be instead of one whose rows have left."""
 
     def stands(self, made: Made | None) -> bool:
@@ -81,7 +81,7 @@ class Prefetcher:
         self.count = count
         self._lock = threading.Lock()
         self._request: Request | None = None
-        self._queue: deque[tuple[Turn, Future[Made]]] = deque()
+        self._queue: deque[tuple[DrawNumber, Future[Made]]] = deque()
         # One thread: samplers that keep a place must be asked in the order of the batches.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-prefetch")
 
@@ -93,16 +93,16 @@ class Prefetcher:
                     self._drop(source)
                     self._request = request
                 self._fill(source, request, self.count + 1)
-                turn, future = self._queue[0]
+                draw, future = self._queue[0]
                 # What failed then may go well now: rows may have come.
                 made = None if future.exception() else future.result()
                 if made is None or not source.stands(made):
                     self._drop(source)
-                    made = source.make(source.turn_ahead(0), request)
+                    made = source.make(source.draw_ahead(0), request)
                 else:
                     self._queue.popleft()
                     if not source.readable(made):
-                        made = source.make(turn, request, made.selection)
+                        made = source.make(draw, request, made.selection)
                 source.hand_out(made)
                 self._fill(source, request, self.count)
             except BaseException:
@@ -112,8 +112,8 @@ class Prefetcher:
 
     def _fill(self, source: Batches, request: Request, count: int) -> None:
         while len(self._queue) < count:
-            turn = source.turn_ahead(len(self._queue))
-            self._queue.append((turn, self._pool.submit(source.make, turn, request)))
+            draw = source.draw_ahead(len(self._queue))
+            self._queue.append((draw, self._pool.submit(source.make, draw, request)))
 
     def _drop(self, source: Batches) -> None:
         futures = [future for _, future in self._queue]

@@ -57,7 +57,7 @@ class RowsDataset(Dataset[Any]):
     """Be a buffer, row by row: number i is the row at index i, as `rb[i]` has it at that moment.
 
     Where rows have several dims (`ndim`) each cell counts, time after time.
-    A ring that turns meanwhile has newer rows there; each number stands for one row at a time, whole.
+    A ring that wraps meanwhile has newer rows there; each number stands for one row at a time, whole.
     `len` stays as it was when this was made, or `refresh` called: torch's samplers ask for it several times
     in an epoch, and would repeat rows.
 
@@ -133,7 +133,7 @@ class RowsDataset(Dataset[Any]):
             places, time_dim = storage.geometry.unravel(numbers), self._rb.dim_extend
             places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time where batches have it
             return tuple(places.T)
-        if not (window.gaps or (storage.capacity is None and window.low)):
+        if not (window.deleted or (storage.capacity is None and window.low)):
             return numbers
         if numbers.size and int(numbers.max()) >= window.rows:
             raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows}")

@@ -13,10 +13,10 @@ import numpy as np
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
 
-__all__ = ["Draws", "Turn", "next_numbers"]
+__all__ = ["DrawNumber", "Draws", "next_numbers"]
 
 #: The two upper words of the counter of one draw: what tells it from every other one.
-Turn = tuple[int, int]
+DrawNumber = tuple[int, int]
 
 _MASK64 = (1 << 64) - 1
 
@@ -42,8 +42,8 @@ class Draws:
         """Return the numbers of draw number `draw`; this thread's next call moves the same generator."""
         return self.numbers((draw, 0), redraw)
 
-    def numbers(self, turn: Turn, redraw: int = 0) -> np.random.Generator:
-        """Return the numbers of a turn; this thread's next call moves the same generator."""
+    def numbers(self, draw: DrawNumber, redraw: int = 0) -> np.random.Generator:
+        """Return the random numbers of a draw; this thread's next call moves the same generator."""
         own = self._own
         if not hasattr(own, "generator"):
             own.bits = np.random.Philox(key=np.zeros(2, np.uint64))
@@ -51,31 +51,31 @@ class Draws:
             own.generator = np.random.Generator(own.bits)
         state = own.state["state"]
         state["key"][:] = self._key
-        state["counter"][:] = (0, redraw, *turn)
+        state["counter"][:] = (0, redraw, *draw)
         own.bits.state = own.state
         generator: np.random.Generator = own.generator
         return generator
 
-    # -- turns ahead of time: one thread at a time, which then hands out every turn it took, or none ------
+    # -- draws ahead of time: one thread at a time, which then hands out every draw it took, or none ------
 
-    def next(self, draws: DrawState) -> Turn:
-        """Count a batch handed out, and return its turn."""
+    def next(self, draws: DrawState) -> DrawNumber:
+        """Count a batch handed out, and return its draw number."""
         return draws.next(), 0
 
-    def ahead(self, draws: DrawState, number: int) -> Turn:
-        """Return the turn after `number` others that were taken ahead and are not handed out yet."""
+    def ahead(self, draws: DrawState, number: int) -> DrawNumber:
+        """Return the draw after `number` others that were taken ahead and are not handed out yet."""
         return draws.number + number, 0
 
     def hand_out(self, draws: DrawState) -> None:
-        """Count the oldest turn taken ahead as handed out."""
+        """Count the oldest draw taken ahead as handed out."""
         draws.next()
 
     def give_back(self) -> None:
-        """Drop the turns that were taken ahead and not returned."""
+        """Drop the draws that were taken ahead and not returned."""
 
     @property
     def in_step(self) -> bool:
-        """Whether turns taken ahead are still those that would be taken now."""
+        """Whether draws taken ahead are still those that would be taken now."""
         return True
 
 

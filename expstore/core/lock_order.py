@@ -29,7 +29,7 @@ LOCK_ORDER = (
     "sampled",
     "archive",  # rows are copied to the archive, whose own locks come behind this one
     "runs",  # the index of episodes' steps
-    "hold",  # which rows a snapshot still needs
+    "pin",  # which rows a snapshot still needs
     "episodes",
     "tail",
     "priorities",

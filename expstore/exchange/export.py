@@ -67,10 +67,10 @@ class Export:
             LockedError: Another process makes it at the same time.
         """
         check_target(self.disk, self.target)
-        with making(self.disk, self.target, single=single) as aside:
-            yield aside
+        with making(self.disk, self.target, single=single) as temporary:
+            yield temporary
             if sync:
-                sync_tree(self.disk, aside)
+                sync_tree(self.disk, temporary)
 
     def done(self, written: int, *, episodes: int | None = None) -> Exported:
         """Return a description of what was exported.

@@ -165,8 +165,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         expected = (kept.last // lanes + np.arange(steps)) % most
         if not np.array_equal(numbers, expected):
             raise StateError(
-                f"the writer wants to write at {_shown(numbers)}, and the next rows of the store come at "
-                f"{_shown(expected)}: nothing was written",
+                f"the writer wants to write at {_format(numbers)}, and the next rows of the store come at "
+                f"{_format(expected)}: nothing was written",
                 hint="a writer that was set later takes its cursor from the store by storage.align(rb)",
             )
 
@@ -183,7 +183,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         kept = self.buffer.storage
         window = kept.window
         hole = window.low if kept.capacity is None else window.low % kept.capacity
-        if window.gaps or (hole and window.size != kept.capacity):
+        if window.deleted or (hole and window.size != kept.capacity):
             raise StateError(
                 "rows were given up between others (a repair, or an extend longer than the spare slots that "
                 "was killed), and torchrl's samplers need indices from 0 on without gaps",
@@ -375,7 +375,7 @@ def _other_process() -> StateError:
     )
 
 
-def _shown(numbers: np.ndarray[Any, Any]) -> str:
+def _format(numbers: np.ndarray[Any, Any]) -> str:
     return str(numbers[0]) if numbers.size == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 
