@@ -130,7 +130,7 @@ _TABLE = {
 }
 
 
-def _two_forms(
+def _two_formats(
     description: str, json_type: str, schema: Any, example: Any, headers: dict[str, str]
 ) -> dict[int | str, dict[str, Any]]:
     return {
@@ -152,17 +152,17 @@ def _two_forms(
 
 
 #: For routes that return rows of the store.
-ROWS_ANSWER = _two_forms(
+ROWS_ANSWER = _two_formats(
     "Rows.", "application/json", _ROWS, examples.BATCH, {"X-Rows": "Number of rows in the answer."}
 )
 #: For the route that returns a stream of batches.
-BATCHES_ANSWER = _two_forms(
+BATCHES_ANSWER = _two_formats(
     "Batches: a line of JSON or an Arrow record batch each.", NDJSON, _ROWS, examples.BATCH, {}
 )
 #: For routes that return a table.
-TABLE_ANSWER = _two_forms("A table.", "application/json", _TABLE, examples.EPISODES, {})
+TABLE_ANSWER = _two_formats("A table.", "application/json", _TABLE, examples.EPISODES, {})
 #: For routes that run SQL.
-SQL_ANSWER = _two_forms(
+SQL_ANSWER = _two_formats(
     "The result.", "application/json", _TABLE, examples.EPISODES,
     {"X-Truncated": "`true` if the result was cut to its limits, otherwise `false`."},
 )  # fmt: skip

@@ -74,7 +74,7 @@ class Served:
         #: Whether the server is shutting down: endless streams must stop.
         self.ending = False
         self._settings = settings
-        self._turns = CapacityLimiter(settings.concurrency)
+        self._workers = CapacityLimiter(settings.concurrency)
         self._requests = 0
         self._retired = False
         self._codec: Codec | None = None
@@ -87,12 +87,12 @@ class Served:
         """
         if self._retired:
             raise Refusal(503, f"store {self.name!r} is being deleted", hint="ask again later")
-        if self._turns.statistics().tasks_waiting >= self._settings.concurrency:
+        if self._workers.statistics().tasks_waiting >= self._settings.concurrency:
             raise Refusal(
                 503, f"too many requests are waiting for store {self.name!r}", hint="ask again later"
             )
         with self._counted():
-            return await anyio.to_thread.run_sync(act, limiter=self._turns)
+            return await anyio.to_thread.run_sync(act, limiter=self._workers)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -413,11 +413,11 @@ class IndexSelect(_Tensors):
 
         generator = torch.Generator().manual_seed(1)
         self._drawn = [torch.randint(capacity, (BATCH,), generator=generator) for _ in range(64)]
-        self._turn = 0
+        self._draw = 0
 
     def sample(self, _: Any) -> object:
-        self._turn += 1
-        index = self._drawn[self._turn % 64]
+        self._draw += 1
+        index = self._drawn[self._draw % 64]
         return [column.index_select(0, index) for column in self.columns]
 
 

@@ -97,7 +97,7 @@ class Rows:
         import torch
         from tensordict import TensorDict
 
-        turn, place = np.divmod(np.arange(first, first + count), self._steps.size)
+        lap, place = np.divmod(np.arange(first, first + count), self._steps.size)
         at, game = self._steps[place], self.game
         over = game.last[at + 1]
 
@@ -121,7 +121,7 @@ class Rows:
                     "reward": column(game.reward[at]),
                     **{name: column(values) for name, values in flags.items()},
                 },
-                "collector": {"traj_ids": torch.from_numpy(game.episode[at] + turn * episodes)},
+                "collector": {"traj_ids": torch.from_numpy(game.episode[at] + lap * episodes)},
             },
             [count],
         )
@@ -202,6 +202,6 @@ def prepared(name: str, steps: int, folder: Path | None) -> Play:
 def keep(game: Play, name: str, steps: int, folder: Path) -> None:
     """Save a game's frames to a folder, where `prepared` finds them."""
     folder.mkdir(parents=True, exist_ok=True)
-    aside = folder / f"{name}-{steps}.part.npz"
-    np.savez(aside, **{key: getattr(game, key) for key in Play.__dataclass_fields__})
-    aside.replace(folder / f"{name}-{steps}.npz")
+    temporary = folder / f"{name}-{steps}.part.npz"
+    np.savez(temporary, **{key: getattr(game, key) for key in Play.__dataclass_fields__})
+    temporary.replace(folder / f"{name}-{steps}.npz")

@@ -30,7 +30,7 @@ from benchmarks.atari import SIZE, STACK, Play, made_up, prepared  # noqa: E402
 from benchmarks.images import disk_bytes  # noqa: E402
 from benchmarks.probes import rss_anon  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate  # noqa: E402
+from benchmarks.timing import Case, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 
 BATCH = 256
@@ -232,8 +232,8 @@ def measure(game: str, play: Play, folder: Path, effort: Effort) -> Iterator[Res
         _opened(kind, name, folder / at)
         for kind, at in ((AtariDQNExperienceReplay, "expstore"), (_torchrl_class(), "torchrl"))
     ]
-    turns = [Turn(_sample(side), repeat(None), effort.calls) for side in sides]
-    ours, theirs = alternate(turns, rounds=effort.rounds, warm=20)
+    cases = [Case(_sample(side), repeat(None), effort.calls) for side in sides]
+    ours, theirs = alternate(cases, rounds=effort.rounds, warm=20)
     sides[0].close()
     ratio = theirs.median / ours.median
     note = f"sample({BATCH}) out of {rows:,} rows, out of {effort.torchrl_rows:,} of TorchRL's"

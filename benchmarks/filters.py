@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate, each_threads  # noqa: E402
+from benchmarks.timing import Case, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
 
@@ -144,8 +144,8 @@ class Filters:
         return Result(f"filters/new-{name}", median, text, note="200 rows", data={"times": times})
 
     def _compare(self, name: str, more: str, plain: Any, filtered: Any) -> Result:
-        turns = [
-            Turn(
+        cases = [
+            Case(
                 draw(rb),
                 itertools.repeat(None),
                 self.effort.calls,
@@ -154,7 +154,7 @@ class Filters:
             )
             for rb in (plain, filtered)
         ]
-        one, other = alternate(turns, rounds=self.effort.rounds, warm=20)
+        one, other = alternate(cases, rounds=self.effort.rounds, warm=20)
         ratio = other.mean / one.mean
         text = f"{span(other)}, without a filter {span(one)}"
         note = f"{FILTERS[name]}; 1,000 rows a second are added"

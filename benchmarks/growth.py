@@ -23,7 +23,7 @@ import expstore  # noqa: E402
 from benchmarks.adapters import disk_bytes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
 from benchmarks.slices import adding, open_theirs, sampler, single_rows  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, touch_memory  # noqa: E402
+from benchmarks.timing import Case, Series, alternate, touch_memory  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Stream, Workload  # noqa: E402
 
@@ -81,11 +81,11 @@ class Growth:
         plain = self._plain(theirs)
         few = [Stream(workload, workload.extend_rows, pool=8) for _ in range(2)]
         for act, feeds in (("sample", (repeat(BATCH), repeat(BATCH))), ("extend", few)):
-            turns = [
-                Turn(getattr(rb, act), feed, self.effort.calls, settle=ours.flush)
+            cases = [
+                Case(getattr(rb, act), feed, self.effort.calls, settle=ours.flush)
                 for rb, feed in zip((ours, plain), feeds, strict=True)
             ]
-            yield self._row(act, rows, self._alternate(turns))
+            yield self._row(act, rows, self._alternate(cases))
         yield self._row("sql", rows, self._alternate([self._asking(ours)]))
         ours.close()
         yield from self._slices(path, theirs, workload)
@@ -100,16 +100,16 @@ class Growth:
 
         return data.TensorDictReplayBuffer(storage=theirs.storage, batch_size=BATCH)
 
-    def _asking(self, ours: Any) -> Turn:
-        return Turn(
+    def _asking(self, ours: Any) -> Case:
+        return Case(
             lambda _: ours.sql(QUERY).fetchall(), repeat(None), max(1, self.effort.calls // 10), ours.flush
         )
 
     def _slices(self, path: Path, theirs: Any, workload: Workload) -> Iterator[Result]:
         with expstore.open(path, batch_size=BATCH, sampler=sampler()) as ours:
             sides = [ours] + ([theirs] if workload.rows <= self.effort.their_slices else [])
-            turns = [
-                Turn(
+            cases = [
+                Case(
                     lambda _, rb=rb: rb.sample(),
                     adding(rb, single_rows(Stream(workload, workload.extend_rows, pool=2))),
                     self.effort.calls // (1 if rb is ours else 4) or 1,
@@ -117,7 +117,7 @@ class Growth:
                 )
                 for rb in sides
             ]
-            yield self._row("slices", workload.rows, self._alternate(turns))
+            yield self._row("slices", workload.rows, self._alternate(cases))
 
     def _open(self, path: Path, rows: int) -> Iterator[Result]:
         """Open the store and sample from it, in a process that has done so before."""
@@ -130,8 +130,8 @@ class Growth:
             rb.close()
         yield self._row("open", rows, [Series([times])])
 
-    def _alternate(self, turns: list[Turn]) -> list[Series]:
-        return alternate(turns, rounds=self.effort.rounds, warm=10)
+    def _alternate(self, cases: list[Case]) -> list[Series]:
+        return alternate(cases, rounds=self.effort.rounds, warm=10)
 
     def _note(self, act: str, rows: int, median: float) -> None:
         self.medians.setdefault(act, {})[rows] = median

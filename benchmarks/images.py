@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 import expstore  # noqa: E402
 from benchmarks.atari import GAMES, LANES, STACK, Play, Rows, prepared  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate  # noqa: E402
+from benchmarks.timing import Case, Series, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 
 if TYPE_CHECKING:
@@ -235,8 +235,8 @@ class Images:
         )
 
     def _compare(self, name: str, ours: Any, theirs: Any) -> Result:
-        turns = [Turn(partial(_draw, rb), repeat(None), self.effort.calls) for rb in (ours, theirs)]
-        mine, other = alternate(turns, rounds=self.effort.rounds, warm=20)
+        cases = [Case(partial(_draw, rb), repeat(None), self.effort.calls) for rb in (ours, theirs)]
+        mine, other = alternate(cases, rounds=self.effort.rounds, warm=20)
         ratio = other.median / mine.median
         text = f"{ratio:.2f}x (means {other.mean / mine.mean:.2f}x)"
         data = {"expstore": mine.to_json(), "torchrl": other.to_json()}

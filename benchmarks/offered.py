@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 
 from benchmarks import vs_torchrl  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options  # noqa: E402
-from benchmarks.timing import Turn  # noqa: E402
+from benchmarks.timing import Case  # noqa: E402
 from benchmarks.vs_torchrl import Pair, scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Workload  # noqa: E402
 
@@ -83,42 +83,42 @@ def measure_disk(folder: Path, size: int) -> float:
     return size / seconds
 
 
-def offer(turn: Turn, rate: float, seconds: float) -> list[float]:
+def offer(case: Case, rate: float, seconds: float) -> list[float]:
     """Make calls at a rate; return the time from each call's due time to its end."""
-    turn.settle()
+    case.settle()
     clock, latencies = time.perf_counter, []
     began = clock()
     for number in range(max(1, int(rate * seconds))):
         due = began + number / rate
-        item = next(turn.inputs)
+        item = next(case.inputs)
         if (left := due - clock()) > 0:
             time.sleep(left)
-        turn.act(item)
+        case.act(item)
         latencies.append(clock() - due)
     return latencies
 
 
-def rush(turn: Turn, calls: int) -> list[float]:
+def rush(case: Case, calls: int) -> list[float]:
     """Make calls one after another; return the time of each, plus its share of the time for settling."""
-    turn.settle()
-    items = [next(turn.inputs) for _ in range(min(calls, 20))]
+    case.settle()
+    items = [next(case.inputs) for _ in range(min(calls, 20))]
     began = time.perf_counter()
     for number in range(calls):
-        turn.act(items[number % len(items)])
-    turn.settle()
+        case.act(items[number % len(items)])
+    case.settle()
     return [(time.perf_counter() - began) / calls]
 
 
-def alternate(pair: Pair, rounds: int, act: Callable[[Turn], list[float]]) -> tuple[list[float], list[float]]:
+def alternate(pair: Pair, rounds: int, act: Callable[[Case], list[float]]) -> tuple[list[float], list[float]]:
     """Let both sides take turns; return the results of `act`, ours and theirs."""
     found: tuple[list[float], list[float]] = ([], [])
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds + 1):
-            turns = list(zip(found, pair.turns("extend", 1), strict=True))
-            for times, turn in turns if number % 2 else reversed(turns):
-                taken = act(turn)
+            cases = list(zip(found, pair.cases("extend", 1), strict=True))
+            for times, case in cases if number % 2 else reversed(cases):
+                taken = act(case)
                 if number:  # the first turn warms up
                     times += taken
     finally:
@@ -136,7 +136,7 @@ def open_pair(folder: Path, workload: Workload, effort: Effort, rows: int) -> Pa
 
 def compare_latencies(name: str, pair: Pair, rate: float, effort: Effort) -> Iterator[Result]:
     """Compare the median and the 99th percentile of calls at a rate."""
-    ours, theirs = alternate(pair, effort.rounds, lambda turn: offer(turn, rate, effort.seconds))
+    ours, theirs = alternate(pair, effort.rounds, lambda case: offer(case, rate, effort.seconds))
     data = {"rate": rate, "expstore": sorted(ours), "torchrl": sorted(theirs)}
     for part in (50, 99):
         mine, other = (float(np.percentile(times, part)) for times in (ours, theirs))
@@ -154,7 +154,7 @@ def compare_latencies(name: str, pair: Pair, rate: float, effort: Effort) -> Ite
 
 def compare_rush(name: str, pair: Pair, effort: Effort, disk: float | None) -> Result:
     """Compare calls without a pause; outstanding writes to the disk count."""
-    ours, theirs = alternate(pair, effort.rounds, lambda turn: rush(turn, effort.calls))
+    ours, theirs = alternate(pair, effort.rounds, lambda case: rush(case, effort.calls))
     mine, other = (float(np.median(times)) for times in (ours, theirs))
     size = pair.workload.row_bytes * effort.extend_rows
     share = "" if disk is None else f", {size / mine / disk:.2f} of what the disk writes"

@@ -25,7 +25,7 @@ from benchmarks.adapters import BATCH, SIDES, Missing, Side, disk_bytes  # noqa:
 from benchmarks.atari import Rows, made_up, prepared  # noqa: E402
 from benchmarks.probes import rss_anon  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, each_threads, touch_memory  # noqa: E402
+from benchmarks.timing import Case, Series, alternate, each_threads, touch_memory  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, MIXED, WIDE, Workload  # noqa: E402
 
@@ -210,13 +210,13 @@ class Peers:
             for side in self.sides.values():
                 side.settle()
 
-        turns = [
-            Turn(getattr(side, act), self.inputs[name][act], self._calls(name, act), settle=settle)
+        cases = [
+            Case(getattr(side, act), self.inputs[name][act], self._calls(name, act), settle=settle)
             for name, side in self.sides.items()
             if act in side.acts
         ]
         names = [name for name, side in self.sides.items() if act in side.acts]
-        found = dict(zip(names, alternate(turns, rounds=self.effort.rounds, warm=10), strict=True))
+        found = dict(zip(names, alternate(cases, rounds=self.effort.rounds, warm=10), strict=True))
         ours = found[DEFAULTS[self.name]]
         for name, series in found.items():
             if name != DEFAULTS[self.name]:

@@ -133,10 +133,10 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
         gc.collect()
         gc.disable()
         try:
-            for turn in range(effort.rounds + 1):
+            for cycle in range(effort.rounds + 1):
                 for name, (take, _) in found.items():
                     times, began = _take(take, steps)
-                    if turn:  # the first turn warms up
+                    if cycle:  # the first turn warms up
                         calls[name] += times
                         cpu[name].append(began)
         finally:

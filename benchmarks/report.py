@@ -179,6 +179,6 @@ class Report:
             for one in self._results
         ]
         told = {"whole": whole, "about": about, "skipped": self._skipped, "results": rows}
-        aside = self._file.with_name(f"{self._file.name}.part")
-        aside.write_text(json.dumps(told, indent=1, allow_nan=False))
-        aside.replace(self._file)
+        temporary = self._file.with_name(f"{self._file.name}.part")
+        temporary.write_text(json.dumps(told, indent=1, allow_nan=False))
+        temporary.replace(self._file)

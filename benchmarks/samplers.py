@@ -25,7 +25,7 @@ import expstore  # noqa: E402
 from benchmarks.adapters import Cpprb  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, each_threads  # noqa: E402
+from benchmarks.timing import Case, Series, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import FULL, QUICK, SMOKE, Effort, scratch  # noqa: E402
 from benchmarks.workloads import Stream  # noqa: E402
 
@@ -157,11 +157,11 @@ class Samplers:
         acts = {"sample+update": learn, "update": lambda rb: set_priorities(rb, workload.rows)}
         for more in each_threads(self.threads):
             for name, make in acts.items():
-                turns = [
-                    Turn(make(rb), itertools.cycle(values), effort.calls, settle=sides["expstore"].flush)
+                cases = [
+                    Case(make(rb), itertools.cycle(values), effort.calls, settle=sides["expstore"].flush)
                     for rb in sides.values()
                 ]
-                series = alternate(turns, rounds=effort.rounds, warm=effort.warm)
+                series = alternate(cases, rounds=effort.rounds, warm=effort.warm)
                 yield from self._results(f"prioritized/{name}", more, dict(zip(sides, series, strict=True)))
         sides["expstore"].close()
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate, each_threads  # noqa: E402
+from benchmarks.timing import Case, Series, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, TRAJECTORY, Stream, Workload  # noqa: E402
 
@@ -138,8 +138,8 @@ class Lanes:
         from tensordict import TensorDict
 
         at = self._at + np.arange(times)[:, None]
-        turns, steps = np.divmod(at, EPISODE + 1)
-        ids = np.where(steps == EPISODE, -1, turns)
+        cases, steps = np.divmod(at, EPISODE + 1)
+        ids = np.where(steps == EPISODE, -1, cases)
         ends = torch.from_numpy(steps == EPISODE - 1).unsqueeze(-1)
         self._at = self._at + times
         return TensorDict(
@@ -181,8 +181,8 @@ class Slices:
         yield self._by_size()
         yield from self._by_lanes()
 
-    def _alternate(self, turns: list[Turn]) -> list[Series]:
-        return alternate(turns, rounds=self.effort.rounds, warm=20)
+    def _alternate(self, cases: list[Case]) -> list[Series]:
+        return alternate(cases, rounds=self.effort.rounds, warm=20)
 
     def _compare(self) -> Iterator[Result]:
         workload = self.effort.workload
@@ -191,15 +191,15 @@ class Slices:
             open_theirs(self.folder, workload, memory=False),
             open_theirs(self.folder, workload, memory=True),
         ]
-        turns = []
+        cases = []
         for rb in sides:
             stream = Stream(workload, workload.extend_rows, pool=5 * EPISODE // 50)
             for _ in range(workload.rows // workload.extend_rows):
                 rb.extend(next(stream))
             act = self._whole(rb)
-            turns.append(Turn(act, adding(rb, single_rows(stream)), self.effort.calls, settle=sides[0].flush))
+            cases.append(Case(act, adding(rb, single_rows(stream)), self.effort.calls, settle=sides[0].flush))
         for more in each_threads(self.threads):
-            ours, *theirs = self._alternate(turns)
+            ours, *theirs = self._alternate(cases)
             for name, series in zip(("memmap", "memory"), theirs, strict=True):
                 ratio = series.median / ours.median
                 text = f"{ratio:.0f}x (means {series.mean / ours.mean:.0f}x)"
@@ -216,15 +216,15 @@ class Slices:
         return lambda _: rb.sample()
 
     def _by_size(self) -> Result:
-        turns = []
+        cases = []
         for rows in self.effort.sizes:
             rb = in_memory(rows)
             step = min(rows, 100_000)
             for first in range(0, rows, step):
                 rb.extend(small_rows(first, step))
             more = (small_rows(first, 1)[0] for first in range(rows, 1 << 62))
-            turns.append(Turn(ask_index(rb), adding(rb, more), self.effort.calls))
-        found = self._alternate(turns)
+            cases.append(Case(ask_index(rb), adding(rb, more), self.effort.calls))
+        found = self._alternate(cases)
         medians = [series.median for series in found]
         ratio = max(medians) / min(medians)
         text = ", ".join(
@@ -248,11 +248,11 @@ class Slices:
         shares = [rows_per_fragment(rb) for rb in stores]
         note = f"{rows:,} rows, {LANES} lanes of {shares[1]:.1f} rows per fragment, one of {shares[0]:.0f}"
         for name, act in (("index", ask_index), ("sample", self._whole)):
-            turns = [
-                Turn(act(rb), self._extending(rb, lanes), self.effort.calls)
+            cases = [
+                Case(act(rb), self._extending(rb, lanes), self.effort.calls)
                 for rb, lanes in zip(stores, feeds, strict=True)
             ]
-            one, many = self._alternate(turns)
+            one, many = self._alternate(cases)
             ratio = many.median / one.median
             text = f"one lane {span(one)}, {LANES} lanes {span(many)}"
             data = {"one": one.to_json(), "many": many.to_json(), "rows_per_fragment": shares}

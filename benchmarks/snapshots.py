@@ -65,8 +65,8 @@ class Snapshots:
         yield from self._results()
 
     def _extend(self, side: int) -> None:
-        turn = self.pair.turns("extend", 1)[side]
-        turn.act(next(turn.inputs))
+        case = self.pair.cases("extend", 1)[side]
+        case.act(next(case.inputs))
 
     def _ours(self, number: int) -> None:
         found, ours, place = self.found, self.pair.ours, self.folder / f"versions-{number}"

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate  # noqa: E402
+from benchmarks.timing import Case, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
 
@@ -85,8 +85,8 @@ def measure(folder: Path, effort: Effort) -> Iterator[Result]:
         with fill(folder, workload) as rb:
             made = TRANSFORMS[workload.name]
             buffers = [looking(rb, None), *(looking(rb, make()) for make in made.values())]
-            turns = [Turn(_sample(one), repeat(None), effort.calls) for one in buffers]
-            plain, *found = alternate(turns, rounds=effort.rounds, warm=20)
+            cases = [Case(_sample(one), repeat(None), effort.calls) for one in buffers]
+            plain, *found = alternate(cases, rounds=effort.rounds, warm=20)
         for name, series in zip(made, found, strict=True):
             more = (series.median - plain.median) * 1e6
             yield Result(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Series", "Turn", "alternate", "busy_thread", "each_threads", "touch_memory"]
+__all__ = ["Case", "Series", "alternate", "busy_thread", "each_threads", "touch_memory"]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Case:
     """Describe one side's turn.
 
     Args:
@@ -83,27 +83,27 @@ class Turn:
     around: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-def alternate(turns: Sequence[Turn], *, rounds: int, warm: int) -> list[Series]:
+def alternate(cases: Sequence[Case], *, rounds: int, warm: int) -> list[Series]:
     """Let the sides take turns for `rounds` blocks each, every second round in reverse order."""
-    found = [Series() for _ in turns]
-    for turn in turns:
-        turn.settle()
-        _block(turn, min(warm, turn.calls))
+    found = [Series() for _ in cases]
+    for case in cases:
+        case.settle()
+        _block(case, min(warm, case.calls))
     for number in range(rounds):
-        order = range(len(turns)) if number % 2 == 0 else range(len(turns) - 1, -1, -1)
+        order = range(len(cases)) if number % 2 == 0 else range(len(cases) - 1, -1, -1)
         for place in order:
-            turns[place].settle()
-            found[place].blocks.append(_block(turns[place], turns[place].calls))
+            cases[place].settle()
+            found[place].blocks.append(_block(cases[place], cases[place].calls))
     return found
 
 
-def _block(turn: Turn, calls: int) -> list[float]:
-    act, clock = turn.act, time.perf_counter
+def _block(case: Case, calls: int) -> list[float]:
+    act, clock = case.act, time.perf_counter
     times = []
     gc.disable()
     try:
-        with turn.around():
-            for item in itertools.islice(turn.inputs, calls):
+        with case.around():
+            for item in itertools.islice(case.inputs, calls):
                 started = clock()
                 act(item)
                 times.append(clock() - started)

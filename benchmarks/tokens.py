@@ -50,7 +50,7 @@ BARS = {
     if name == "size" or kind in (None, "narrow")
 }
 #: Number of extends, or samples, before the other side's turn.
-TURN = 10
+BLOCK = 10
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured],
         side.open()
     payload = 0
     rows = rows_of_tokens(effort.rows, 0)
-    while some := list(itertools.islice(rows, TURN)):
+    while some := list(itertools.islice(rows, BLOCK)):
         payload += sum(tokens.nbytes for tokens in some)
         for name, side in sides.items():
             spent = took(lambda side=side, some=some: [side.extend(tokens) for tokens in some])
@@ -187,8 +187,8 @@ def measure(sides: dict[str, Any], effort: Effort) -> tuple[dict[str, Measured],
         import expstore.kernels.arrow_decode
         import expstore.kernels.gather_runs  # noqa: F401
     time.sleep(1)
-    for done in range(0, effort.draws, TURN):
-        drawn = rng.integers(0, effort.rows, (min(TURN, effort.draws - done), BATCH))
+    for done in range(0, effort.draws, BLOCK):
+        drawn = rng.integers(0, effort.rows, (min(BLOCK, effort.draws - done), BATCH))
         for name, side in sides.items():
             found[name].drew += [took(lambda side=side, one=one: side.take(one)) for one in drawn]
     for name, side in sides.items():

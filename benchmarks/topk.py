@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Series, Turn, alternate  # noqa: E402
+from benchmarks.timing import Case, Series, alternate  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, Workload  # noqa: E402
 
@@ -138,11 +138,11 @@ class TopK:
             sides[0].close()
 
     def _alternate(self, sides: Sequence[Any], batches: Sequence[Iterator[TensorDict]]) -> list[Series]:
-        turns = [
-            Turn(rb.extend, feed, self.effort.calls, settle=getattr(sides[0], "flush", lambda: None))
+        cases = [
+            Case(rb.extend, feed, self.effort.calls, settle=getattr(sides[0], "flush", lambda: None))
             for rb, feed in zip(sides, batches, strict=True)
         ]
-        return alternate(turns, rounds=self.effort.rounds, warm=3)
+        return alternate(cases, rounds=self.effort.rounds, warm=3)
 
 
 def main(argv: Sequence[str] | None = None, out: Any = print) -> int:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 
 import expstore  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, span  # noqa: E402
-from benchmarks.timing import Turn, alternate, each_threads  # noqa: E402
+from benchmarks.timing import Case, alternate, each_threads  # noqa: E402
 from benchmarks.vs_torchrl import scratch  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, TRAJECTORY, Workload  # noqa: E402
 
@@ -121,11 +121,11 @@ class Trajectories:
     ) -> Result:
         effort = self.effort
         calls = (effort.calls, effort.their_calls if peer == "torchrl" else effort.calls)
-        turns = [
-            Turn(lambda _, act=act: act(), repeat(None), count)  # type: ignore[misc]
+        cases = [
+            Case(lambda _, act=act: act(), repeat(None), count)  # type: ignore[misc]
             for act, count in zip((one, other), calls, strict=True)
         ]
-        mine, theirs = alternate(turns, rounds=effort.rounds, warm=1)
+        mine, theirs = alternate(cases, rounds=effort.rounds, warm=1)
         ratio = theirs.median / mine.median
         data = {"expstore": mine.to_json(), peer: theirs.to_json()}
         return Result(name, ratio, span(mine), span(theirs), f"{ratio:.1f}x", note, data)

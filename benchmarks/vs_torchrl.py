@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # some distributions install a `benchmarks` of th
 import expstore  # noqa: E402
 from benchmarks.probes import Probes  # noqa: E402
 from benchmarks.report import Bar, Report, Result, options, slower, span  # noqa: E402
-from benchmarks.timing import Turn, alternate, busy_thread, each_threads, touch_memory  # noqa: E402
+from benchmarks.timing import Case, alternate, busy_thread, each_threads, touch_memory  # noqa: E402
 from benchmarks.workloads import LOCOMOTION, PIXELS, Stream, Workload  # noqa: E402
 
 BATCH = 256
@@ -151,7 +151,7 @@ class Pair:
             self.ours.extend(next(self._batches[0]))
             self.theirs.extend(next(self._batches[1]))
 
-    def turns(self, act: str, calls: int) -> list[Turn]:
+    def cases(self, act: str, calls: int) -> list[Case]:
         """Return both sides' turns of `extend`, `add` or `sample`."""
         both: dict[str, list[Any]] = {
             "extend": self._batches,
@@ -168,7 +168,7 @@ class Pair:
                 touch_memory(2 * new_bytes)
 
         return [
-            Turn(getattr(side, act), one, calls, settle=settle)
+            Case(getattr(side, act), one, calls, settle=settle)
             for side, one in zip(sides, both[act], strict=True)
         ]
 
@@ -255,8 +255,8 @@ class Bench:
         pair.close()
 
     def _compare(self, pair: Pair, act: str, name: str) -> Result:
-        turns = pair.turns(act, self._calls(pair.workload, act))
-        ours, theirs = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
+        cases = pair.cases(act, self._calls(pair.workload, act))
+        ours, theirs = alternate(cases, rounds=self.effort.rounds, warm=self.effort.warm)
         ratio = theirs.median / ours.median
         return Result(
             name,
@@ -268,10 +268,10 @@ class Bench:
         )
 
     def _busy(self, pair: Pair, name: str) -> Result:
-        ours, theirs = pair.turns("extend", self._calls(pair.workload, "extend"))
+        ours, theirs = pair.cases("extend", self._calls(pair.workload, "extend"))
         few = replace(theirs, calls=self.effort.busy_calls)
-        turns = [ours, replace(ours, around=busy_thread), theirs, replace(few, around=busy_thread)]
-        series = alternate(turns, rounds=self.effort.rounds, warm=self.effort.warm)
+        cases = [ours, replace(ours, around=busy_thread), theirs, replace(few, around=busy_thread)]
+        series = alternate(cases, rounds=self.effort.rounds, warm=self.effort.warm)
         times = [series[n + 1].median / series[n].median for n in (0, 2)]
         names = ("expstore", "expstore_busy", "torchrl", "torchrl_busy")
         return Result(

@@ -120,10 +120,10 @@ class Stream:
         return self
 
     def __next__(self) -> TensorDict:
-        turn, place = divmod(self._next, len(self._pool))
+        lap, place = divmod(self._next, len(self._pool))
         self._next += 1
         batch = self._pool[place]
-        if turn and self._has_trajectories:
+        if lap and self._has_trajectories:
             batch[TRAJECTORY].add_(self._episodes)
         return batch
 

@@ -177,7 +177,7 @@ def open(
         reward_key=roles.reward, reward_reduce=roles.reward_reduce, done_reduce=roles.done_reduce,
         durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
         on_sigterm=lasting.on_sigterm,
-    ).with_leaving(retain, archive)  # fmt: skip
+    ).with_retention(retain, archive)  # fmt: skip
     keep = _undone(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
     with keep, _undone(path, mode) as new:
         rb = _in_buffer(
@@ -242,7 +242,7 @@ def _undone(path: Path, mode: Mode) -> Iterator[bool]:
         yield False
         return
     names = set(disk.names(path) if disk.is_dir(path) else ())
-    begun, moved = time.time(), _moved_aside(disk, path)
+    begun, moved = time.time(), _list_backups(disk, path)
     missing = [folder for folder in (path, *path.absolute().parents) if not disk.exists(folder)]
     try:
         yield True
@@ -255,13 +255,13 @@ def _undone(path: Path, mode: Mode) -> Iterator[bool]:
         with contextlib.suppress(ExpStoreError):
             lock = WriterLock(disk, path / LOCK)
             try:
-                _restore(disk, path, names, missing, _moved_aside(disk, path) - moved)
+                _restore(disk, path, names, missing, _list_backups(disk, path) - moved)
             finally:
                 lock.release()
         raise
 
 
-def _moved_aside(disk: Disk, path: Path) -> set[str]:
+def _list_backups(disk: Disk, path: Path) -> set[str]:
     """Return the names to which mode "w" has renamed stores of this path."""
     return {name for name in disk.names(path.parent) if name.startswith(f"{path.name}.old-")}
 

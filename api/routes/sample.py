@@ -231,15 +231,15 @@ async def _sent(
         part: bytes | memoryview | None = first
         while part is not None:
             rows, over = parts.rows, parts.ended or (parts.endless and store.ending)
-            coming = None if over else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
+            pending = None if over else asyncio.ensure_future(store.run_patiently(parts.next, seconds))
             try:
                 yield part
             except BaseException:
-                if coming is not None:
-                    coming.cancel()
+                if pending is not None:
+                    pending.cancel()
                 raise
             request.scope["expstore.rows_out"] = rows
-            part = None if coming is None else await coming
+            part = None if pending is None else await pending
 
 
 # -- named samplers ------------------------------------------------------------------------------------

@@ -26,9 +26,9 @@ from expstore.specs import Composite
 from expstore.specs.base import TensorSpec
 from expstore.sql.sync import Catalog
 from expstore.storages.capabilities import FieldChanges
-from expstore.storages.engine.backfill import check_coming, check_going
+from expstore.storages.engine.backfill import check_going, check_new_field
 from expstore.storages.indexing import read_present
-from expstore.storages.new_field import Coming, Progress
+from expstore.storages.new_field import NewField, Progress
 from expstore.storages.read_view import ReadView, unmoved
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Columns:
         elif sql is not None:
             compute = _ByFormula(storage, self._store.catalog, sql)
         entry = _entry_of(storage, key, kind, form, fill if compute is None else compute)
-        check_coming(storage, entry)
+        check_new_field(storage, entry)
         value = None if compute is not None else _value_of(entry, fill)
         if default is _NOTHING:
             later = value
@@ -135,7 +135,7 @@ class Columns:
             later = None if default is None else _value_of(entry, default)
         rows = max(1, min(_ROWS, _BYTES // max(1, storage.require_schema().row_bytes)))
         fields.add(
-            Coming(
+            NewField(
                 entry=entry,
                 default=later,
                 fill=value,

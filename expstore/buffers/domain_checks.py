@@ -29,7 +29,7 @@ from expstore.storages.read_view import ReadView, keys_for
 
 __all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
 
-_SHOWN = 200  # characters of a value in a message
+_MAX_CHARACTERS = 200  # characters of a value in a message
 
 #: The text of specs, and the parsed specs: parsing takes as long as checking a row.
 Domain = tuple[str, Composite | None]
@@ -130,7 +130,7 @@ def check_domain(storage: ReadView, batch: Batch, known: Domain) -> Domain:
             allowed = describe(unpack_specs(to_text(spec)))
             raise SchemaError(
                 f"row {rows[bad]}: field {key_name(schema.fields[place].key)!r} is "
-                f"{_short(_shown(values, bad))}, which its spec does not allow: {allowed}",
+                f"{_short(_describe(values, bad))}, which its spec does not allow: {allowed}",
                 hint="no row was written; project() of the spec returns values that it allows",
             )
     return text, specs
@@ -148,7 +148,7 @@ def _values(column: Any, field: Field) -> Any:
     return values.view(torch.bfloat16) if dtype == "bfloat16" else values
 
 
-def _shown(values: Any, row: int) -> Any:
+def _describe(values: Any, row: int) -> Any:
     value = values[row]
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
@@ -170,4 +170,4 @@ def _first_bad(spec: TensorSpec, values: Any) -> int:
 
 def _short(thing: Any) -> str:
     text = " ".join(str(thing).split())
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."

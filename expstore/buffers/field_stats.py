@@ -225,7 +225,7 @@ class _FieldBlocks:
         numbers = np.arange(first, last + 1)
         ends = np.minimum((numbers + 1) * self._rows, window.last)
         begins = np.maximum(numbers * self._rows, window.low)
-        counts = ends - begins - (window.gaps.counts(ends) - window.gaps.counts(begins))
+        counts = ends - begins - (window.deleted.counts(ends) - window.deleted.counts(begins))
         blocks: dict[int, _Block] = {}
         former, self._blocks = self._blocks, blocks
         for number, begin, end, count in zip(
@@ -233,7 +233,9 @@ class _FieldBlocks:
         ):
             block = former.get(number)
             if block is None or (block.last, block.moments.count) != (end, count):
-                moments = self._read(storage, place, Window(begin, end, window.gaps).ids()) if count else None
+                moments = (
+                    self._read(storage, place, Window(begin, end, window.deleted).ids()) if count else None
+                )
                 block = None if moments is None else _Block(end, moments)
             if block is not None:
                 blocks[number] = block

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from expstore.buffers.rng import Turn
+from expstore.buffers.rng import DrawNumber
 from expstore.core.values import Selection
 
 __all__ = ["Batches", "Made", "Prefetcher", "Request"]
@@ -49,10 +49,10 @@ class Made:
 class Batches(Protocol):
     """Source of batches."""
 
-    def turn_ahead(self, number: int) -> Turn:
-        """Return the turn after `number` others that were not returned yet."""
+    def draw_ahead(self, number: int) -> DrawNumber:
+        """Return the draw after `number` others that were not returned yet."""
 
-    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
+    def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
         """Make the batch of a turn; `instead` is a selection to replace because its rows were overwritten."""
 
     def stands(self, made: Made | None) -> bool:
@@ -83,7 +83,7 @@ class Prefetcher:
         self.count = count
         self._lock = threading.Lock()
         self._request: Request | None = None
-        self._queue: deque[tuple[Turn, Future[Made]]] = deque()
+        self._queue: deque[tuple[DrawNumber, Future[Made]]] = deque()
         # A single thread: samplers with a position must be called in the order of the batches.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="expstore-prefetch")
 
@@ -95,16 +95,16 @@ class Prefetcher:
                     self._drop(source)
                     self._request = request
                 self._fill(source, request, self.count + 1)
-                turn, future = self._queue[0]
+                draw, future = self._queue[0]
                 # Try again after a failure: rows may have been appended since.
                 made = None if future.exception() else future.result()
                 if made is None or not source.stands(made):
                     self._drop(source)
-                    made = source.make(source.turn_ahead(0), request)
+                    made = source.make(source.draw_ahead(0), request)
                 else:
                     self._queue.popleft()
                     if not source.readable(made):
-                        made = source.make(turn, request, made.selection)
+                        made = source.make(draw, request, made.selection)
                 source.hand_out(made)
                 self._fill(source, request, self.count)
             except BaseException:
@@ -114,8 +114,8 @@ class Prefetcher:
 
     def _fill(self, source: Batches, request: Request, count: int) -> None:
         while len(self._queue) < count:
-            turn = source.turn_ahead(len(self._queue))
-            self._queue.append((turn, self._pool.submit(source.make, turn, request)))
+            draw = source.draw_ahead(len(self._queue))
+            self._queue.append((draw, self._pool.submit(source.make, draw, request)))
 
     def _drop(self, source: Batches) -> None:
         futures = [future for _, future in self._queue]

@@ -123,7 +123,7 @@ class PolicyRunner:
 
     def __init__(self, storage: ReadView, deletion: Deletion, catalog: Catalog) -> None:
         self._storage, self._deletion, self._catalog = storage, deletion, catalog
-        self._turn = storage.locks.order.ranked("retention", threading.Lock())
+        self._lock = storage.locks.order.ranked("retention", threading.Lock())
         self._filter: Filter | None = None
         self._told = ""  # the last problem that was logged
         self._ended = threading.Event()
@@ -191,7 +191,7 @@ class PolicyRunner:
             StateError: The store is closed, or cannot be written.
             StorageError: The disk failed.
         """
-        with self._turn:
+        with self._lock:
             storage = self._storage
             if storage.schema is None or not policy:
                 return GivenUp()

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from expstore.core.draws import Draws, Turn
+from expstore.core.draws import DrawNumber, Draws
 from expstore.errors import StateError
 
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
 
-__all__ = ["Draws", "GivenDraws", "Turn", "set_state"]
+__all__ = ["DrawNumber", "Draws", "GivenDraws", "set_state"]
 
 _MASK64 = (1 << 64) - 1
 #: Second word of the random key of a given generator; no stream of a storage uses it.
@@ -58,20 +58,20 @@ class GivenDraws(Draws):
         for _ in range(draws.number - draw):
             self._words()
 
-    def _words(self) -> Turn:
+    def _words(self) -> DrawNumber:
         self._key = (self._given.initial_seed() & _MASK64, _GIVEN)
         bounds = (-(1 << 63), (1 << 63) - 1)
         words = torch.randint(*bounds, (2,), generator=self._given, device=self._given.device).tolist()
         return words[0] & _MASK64, words[1] & _MASK64
 
-    def next(self, draws: DrawState) -> Turn:
-        """Count a batch as returned, and return its turn."""
+    def next(self, draws: DrawState) -> DrawNumber:
+        """Count a batch as returned, and return its draw number."""
         with self._lock:
             draws.next()
             return self._words()
 
-    def ahead(self, draws: DrawState, number: int) -> Turn:
-        """Return the turn after `number` others that were taken ahead and not returned yet."""
+    def ahead(self, draws: DrawState, number: int) -> DrawNumber:
+        """Return the draw after `number` others that were taken ahead and not returned yet."""
         with self._lock:
             before = self._given.get_state()
             words = self._words()
@@ -80,13 +80,13 @@ class GivenDraws(Draws):
             return words
 
     def hand_out(self, draws: DrawState) -> None:
-        """Count the oldest turn taken ahead as returned."""
+        """Count the oldest draw taken ahead as returned."""
         with self._lock:
             self._ahead.popleft()
             draws.next()
 
     def give_back(self) -> None:
-        """Reset the generator to the oldest turn taken ahead, unless it was seeded or used since."""
+        """Reset the generator to the oldest draw taken ahead, unless it was seeded or used since."""
         with self._lock:
             if self._ahead and self._unmoved():
                 self._given.set_state(self._ahead[0][1])
@@ -95,7 +95,7 @@ class GivenDraws(Draws):
 
     @property
     def in_step(self) -> bool:
-        """Whether the generator was neither seeded nor used since turns were taken ahead."""
+        """Whether the generator was neither seeded nor used since draws were taken ahead."""
         with self._lock:
             return not self._ahead or self._unmoved()
 

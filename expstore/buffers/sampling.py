@@ -17,7 +17,7 @@ import torch
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.prefetch import Made, Prefetcher, Request
 from expstore.buffers.read_limits import READ_LIMIT
-from expstore.buffers.rng import Draws, GivenDraws, Turn, set_state
+from expstore.buffers.rng import DrawNumber, Draws, GivenDraws, set_state
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.store_handle import Life, StoreHandle, StorePart
@@ -136,28 +136,28 @@ class Sampling(StorePart):
         if self._prefetch:
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
-        turn = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = unmoved(storage, partial(self._draw, storage, turn, request, None))
+        draw = (self._draws or self._require_draws()).next(storage.draws)
+        batch, rows = unmoved(storage, partial(self._draw, storage, draw, request, None))
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
     def _draw(
-        self, storage: ReadView, turn: Turn, request: Request, instead: Selection | None
+        self, storage: ReadView, draw: DrawNumber, request: Request, instead: Selection | None
     ) -> tuple[Any, Selection]:
-        """Make the batch of a turn; `instead` is a selection to replace because its rows were overwritten."""
+        """Make the batch of a draw; `instead` is a selection to replace because its rows were overwritten."""
         draws = self._draws or self._require_draws()
-        rows, columns, view = self._read(storage, draws, turn, request.size, instead)
-        numbers = draws.numbers(turn, _TRANSFORMS) if self._batches.transform.draws else None
+        rows, columns, view = self._read(storage, draws, draw, request.size, instead)
+        numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
         batch = self._batches.of_sample(storage, rows, columns, view, numbers, as_numpy=request.as_numpy)
         return batch, rows
 
     def _read(
-        self, storage: ReadView, draws: Draws, turn: Turn, size: int, chosen: Selection | None
+        self, storage: ReadView, draws: Draws, draw: DrawNumber, size: int, chosen: Selection | None
     ) -> tuple[Selection, list[Array], StepView | None]:
         """Choose rows and copy them; repeat if some are overwritten meanwhile."""
         transform, limit = self._batches.transform, READ_LIMIT.get()
         for redraw in range(_LIMIT):
-            generator = draws.numbers(turn, redraw)
+            generator = draws.numbers(draw, redraw)
             if redraw == PATIENCE:
                 storage.lock.acquire()
             try:
@@ -235,16 +235,16 @@ class Sampling(StorePart):
         if self._prefetcher is not None:
             self._prefetcher.drop(self)
 
-    def turn_ahead(self, number: int) -> Turn:
-        """Return the turn after `number` others that were not returned yet."""
+    def draw_ahead(self, number: int) -> DrawNumber:
+        """Return the draw after `number` others that were not returned yet."""
         return self._require_draws().ahead(self._store.storage.draws, number)
 
-    def make(self, turn: Turn, request: Request, instead: Selection | None = None) -> Made:
+    def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
         """Make the batch of a turn; `instead` is a selection to replace because its rows were overwritten."""
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()
-        drawn = unmoved(storage, partial(self._draw, storage, turn, request, instead))
+        drawn = unmoved(storage, partial(self._draw, storage, draw, request, instead))
         return Made(*drawn, changes)
 
     def stands(self, made: Made | None) -> bool:

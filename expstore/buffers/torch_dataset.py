@@ -133,7 +133,7 @@ class RowsDataset(Dataset[Any]):
             places, time_dim = storage.geometry.unravel(numbers), self._rb.dim_extend
             places[:, [0, time_dim]] = places[:, [time_dim, 0]]  # `rb[...]` has time at the dim of batches
             return tuple(places.T)
-        if not (window.gaps or (storage.capacity is None and window.low)):
+        if not (window.deleted or (storage.capacity is None and window.low)):
             return numbers
         if numbers.size and int(numbers.max()) >= window.rows:
             raise NoRowError(f"no row {int(numbers.max())}: there are {window.rows} rows")

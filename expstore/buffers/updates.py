@@ -256,10 +256,10 @@ class RowUpdates:
             (stored,) = self._store.storage.read(
                 ids[rows], [self._store.storage.require_schema().place_of(key)]
             )
-            coming, stored = versions.reshape(-1)[rows], stored.reshape(-1)
-            better = coming > stored if require_newer else coming >= stored
+            incoming, stored = versions.reshape(-1)[rows], stored.reshape(-1)
+            better = incoming > stored if require_newer else incoming >= stored
             # If a row is named twice, the highest version is used, and the last of equal versions.
-            order = np.lexsort((rows, coming, ids[rows]))
+            order = np.lexsort((rows, incoming, ids[rows]))
             best = np.append(np.diff(ids[rows][order]) != 0, True)
             highest = np.zeros(rows.size, np.bool_)
             highest[order[best]] = True

@@ -176,7 +176,7 @@ def import_(
     store: Annotated[
         Path, typer.Argument(callback=to_local, metavar="STORE", help="The new store; must not exist.")
     ],
-    form: Annotated[
+    format: Annotated[
         str | None,
         typer.Option(
             "--format",
@@ -219,24 +219,24 @@ def import_(
     from expstore.exchange.formats import IMPORTS, MAPPED, TABLES, format_of, importer
 
     choices = sorted({*IMPORTS, *DATASETS})
-    if form is not None and form not in choices:
+    if format is not None and format not in choices:
         raise typer.BadParameter(
-            f"{form!r} is unknown; use one of {', '.join(choices)}", param_hint="--format"
+            f"{format!r} is unknown; use one of {', '.join(choices)}", param_hint="--format"
         )
-    asked, form = form, form or data_set_format(source) or format_of(source, choices)
-    plain = form
-    grouped = episodes_format(source) if form == "hdf5" else None
+    asked, format = format, format or data_set_format(source) or format_of(source, choices)
+    plain = format
+    grouped = episodes_format(source) if format == "hdf5" else None
     if grouped is not None:
-        form = asked or grouped
-    elif asked is None and form in MAPPED:
+        format = asked or grouped
+    elif asked is None and format in MAPPED:
         recognised, doubt = arrays_format(source)
-        form = recognised or form
+        format = recognised or format
         _note([doubt] if doubt else [])
-    if checkpoints is not None and form != "atari-dqn":
-        raise typer.BadParameter(f"does not apply to {form}", param_hint="--checkpoints")
-    if form in DATASETS or grouped is not None:
+    if checkpoints is not None and format != "atari-dqn":
+        raise typer.BadParameter(f"does not apply to {format}", param_hint="--checkpoints")
+    if format in DATASETS or grouped is not None:
         options: dict[str, Any] = {}
-        if capacity is not None and form in WITH_CAPACITY:
+        if capacity is not None and format in WITH_CAPACITY:
             options["capacity"] = capacity
         if checkpoints is not None:
             options["checkpoints"] = _numbers(checkpoints)
@@ -244,17 +244,17 @@ def import_(
         for name, value in refused.items():
             if value:
                 advice = (
-                    "" if grouped or form == plain else f"; --format {plain} reads {source} as plain rows"
+                    "" if grouped or format == plain else f"; --format {plain} reads {source} as plain rows"
                 )
-                raise typer.BadParameter(f"does not apply to {form}{advice}", param_hint=name)
-        done = _import_data_set(form, source, store, options)
+                raise typer.BadParameter(f"does not apply to {format}{advice}", param_hint=name)
+        done = _import_data_set(format, source, store, options)
     else:
         more: dict[str, Any] = {"names": _pairs(names)} if names else {}
-        if more and form not in MAPPED:
+        if more and format not in MAPPED:
             raise typer.BadParameter(f"applies to {' and '.join(MAPPED)} only", param_hint="--map")
         if storage is not None:
-            more["storage"] = _kind(storage, form, TABLES)
-        make = importer(form)
+            more["storage"] = _kind(storage, format, TABLES)
+        make = importer(format)
         with show_progress("importing", "rows") as show, stoppable(show) as progress:
             done = make(source, store, capacity=capacity, progress=progress, tell=_note, **more)
     if as_json:
@@ -265,7 +265,7 @@ def import_(
     return 0
 
 
-def _import_data_set(form: str, source: Path, store: Path, options: Mapping[str, Any]) -> Imported:
+def _import_data_set(format: str, source: Path, store: Path, options: Mapping[str, Any]) -> Imported:
     """Import a data set, or continue an interrupted import; print the reader's notes before it."""
     try:
         # From now on Ctrl-C ends the work between two pieces, also while the libraries are loaded.
@@ -273,7 +273,7 @@ def _import_data_set(form: str, source: Path, store: Path, options: Mapping[str,
             from expstore.datasets import import_dataset
             from expstore.datasets.formats import make_reader
 
-            reader = make_reader(form, source, **options)
+            reader = make_reader(format, source, **options)
             check(0, 0)
             _note(reader.notes())
             with show_import(show_progress) as (checking, rows):
@@ -305,12 +305,12 @@ def _tell_imported(done: Imported) -> None:
         typer.echo(f"note: {done.rows - done.kept:,} older rows did not fit its capacity", err=True)
 
 
-def _kind(storage: str, form: str, forms: Sequence[str]) -> str:
+def _kind(storage: str, format: str, formats: Sequence[str]) -> str:
     """Return the value of `--storage`, if it is valid for this format."""
     if storage not in ("arrow", "zarr"):
         raise typer.BadParameter(f"{storage!r} is unknown; use arrow or zarr", param_hint="--storage")
-    if form not in forms:
-        raise typer.BadParameter(f"applies to {' and '.join(forms)} only", param_hint="--storage")
+    if format not in formats:
+        raise typer.BadParameter(f"applies to {' and '.join(formats)} only", param_hint="--storage")
     return storage
 
 

@@ -13,10 +13,10 @@ import numpy as np
 if TYPE_CHECKING:
     from expstore.core.draw_state import DrawState
 
-__all__ = ["Draws", "Turn", "next_numbers"]
+__all__ = ["DrawNumber", "Draws", "next_numbers"]
 
 #: The two upper words of the counter, which identify a draw.
-Turn = tuple[int, int]
+DrawNumber = tuple[int, int]
 
 _MASK64 = (1 << 64) - 1
 
@@ -42,7 +42,7 @@ class Draws:
         """Return a generator for draw number `draw`; the thread's next call resets the same generator."""
         return self.numbers((draw, 0), redraw)
 
-    def numbers(self, turn: Turn, redraw: int = 0) -> np.random.Generator:
+    def numbers(self, draw: DrawNumber, redraw: int = 0) -> np.random.Generator:
         """Return a generator for a draw; the thread's next call resets the same generator."""
         own = self._own
         if not hasattr(own, "generator"):
@@ -51,18 +51,18 @@ class Draws:
             own.generator = np.random.Generator(own.bits)
         state = own.state["state"]
         state["key"][:] = self._key
-        state["counter"][:] = (0, redraw, *turn)
+        state["counter"][:] = (0, redraw, *draw)
         own.bits.state = own.state
         generator: np.random.Generator = own.generator
         return generator
 
     # -- draws ahead of time: by one thread at a time, which then returns all of them or none -------------
 
-    def next(self, draws: DrawState) -> Turn:
+    def next(self, draws: DrawState) -> DrawNumber:
         """Count a batch and return the words that identify its draw."""
         return draws.next(), 0
 
-    def ahead(self, draws: DrawState, number: int) -> Turn:
+    def ahead(self, draws: DrawState, number: int) -> DrawNumber:
         """Return the words of a draw ahead of time, after `number` draws taken ahead and not returned yet."""
         return draws.number + number, 0
 

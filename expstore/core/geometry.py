@@ -155,7 +155,7 @@ class RingGeometry:
         else:
             ids, end = window.last - (window.last - 1 - indices) % self.capacity, self.capacity
         if indices.size == 0 or (
-            indices.min() >= 0 and indices.max() < end and ids.min() > window.low and not window.gaps
+            indices.min() >= 0 and indices.max() < end and ids.min() > window.low and not window.deleted
         ):
             return ids
         wrong = ~window.holds(ids) | (indices < 0) | (indices >= end)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NO_GAPS", "Gaps"]
+__all__ = ["NO_IDS", "IdSet"]
 
 _Ids = NDArray[np.int64]
 
 
-class Gaps:
+class IdSet:
     """An immutable set of ids: ascending runs, which neither overlap nor adjoin.
 
     Args:
@@ -26,8 +26,8 @@ class Gaps:
         last: Last id of each run. Shape `(n,)`, int64.
 
     Example:
-        >>> gaps = Gaps.of([(3, 5), (9, 9)])
-        >>> gaps.holds(np.array([2, 3, 9])).tolist(), gaps.upto(4)
+        >>> deleted = IdSet.of([(3, 5), (9, 9)])
+        >>> deleted.holds(np.array([2, 3, 9])).tolist(), deleted.upto(4)
         ([False, True, True], 2)
     """
 
@@ -40,18 +40,18 @@ class Gaps:
         self._left = first - 1 - self._gone[:-1]  # number of ids outside the runs before each run
 
     @classmethod
-    def of(cls, runs: Iterable[tuple[int, int]]) -> Gaps:
+    def of(cls, runs: Iterable[tuple[int, int]]) -> IdSet:
         """Return the set of the ids of runs, passed as (first, last) in any order."""
-        if isinstance(runs, Gaps):
+        if isinstance(runs, IdSet):
             return runs
         pairs = np.array(list(runs), np.int64).reshape(-1, 2)
         return cls.merged(pairs[:, 0], pairs[:, 1])
 
     @classmethod
-    def merged(cls, first: _Ids, last: _Ids) -> Gaps:
+    def merged(cls, first: _Ids, last: _Ids) -> IdSet:
         """Return the set of the ids of runs, which may overlap and have any order. Shapes `(n,)`."""
         if not first.size:
-            return NO_GAPS
+            return NO_IDS
         order = np.argsort(first, kind="stable")
         first, last = first[order], np.maximum.accumulate(last[order])
         begins = np.ones(first.size, bool)
@@ -60,42 +60,42 @@ class Gaps:
         return cls(first[starts], last[np.append(starts[1:], first.size) - 1])
 
     @classmethod
-    def of_ids(cls, ids: _Ids) -> Gaps:
+    def of_ids(cls, ids: _Ids) -> IdSet:
         """Return the set of these ids, which may have any order. Shape `(n,)`."""
         return cls.merged(ids, ids)
 
-    def joined(self, other: Gaps) -> Gaps:
+    def joined(self, other: IdSet) -> IdSet:
         """Return the union of both sets."""
         if not other or not self:
             return self or other
-        return Gaps.merged(np.append(self.first, other.first), np.append(self.last, other.last))
+        return IdSet.merged(np.append(self.first, other.first), np.append(self.last, other.last))
 
-    def common(self, other: Gaps) -> Gaps:
+    def common(self, other: IdSet) -> IdSet:
         """Return the intersection of both sets."""
         points = np.unique(np.concatenate([self.first, self.last + 1, other.first, other.last + 1]))
         first, last = points[:-1], points[1:] - 1
         both = self.holds(first) & other.holds(first)
-        return Gaps.merged(first[both], last[both])
+        return IdSet.merged(first[both], last[both])
 
-    def widened(self, ids: int) -> Gaps:
+    def widened(self, ids: int) -> IdSet:
         """Return the runs, each extended by this number of ids at both ends."""
-        return Gaps.merged(self.first - ids, self.last + ids)
+        return IdSet.merged(self.first - ids, self.last + ids)
 
-    def shortened(self, ids: int) -> Gaps:
+    def shortened(self, ids: int) -> IdSet:
         """Return the runs, each shortened by this number of ids at its end; empty runs are removed."""
         kept = self.last - ids >= self.first
-        return Gaps(self.first[kept], self.last[kept] - ids)
+        return IdSet(self.first[kept], self.last[kept] - ids)
 
-    def between(self, low: int, last: int) -> Gaps:
+    def between(self, low: int, last: int) -> IdSet:
         """Return the runs that contain ids in (low, last]: cut off after `last`, but not at `low`."""
         kept = (self.last > low) & (self.first <= last)
         if kept.all() and (not self or self.last[-1] <= last):
             return self
-        return Gaps(self.first[kept], np.minimum(self.last[kept], last))
+        return IdSet(self.first[kept], np.minimum(self.last[kept], last))
 
-    def shifted(self, shift: int) -> Gaps:
+    def shifted(self, shift: int) -> IdSet:
         """Return the runs with all ids increased by `shift`."""
-        return Gaps(self.first + shift, self.last + shift)
+        return IdSet(self.first + shift, self.last + shift)
 
     def holds(self, ids: _Ids) -> NDArray[np.bool_]:
         """Return whether each id is in a run. Shapes `(n,)`."""
@@ -152,7 +152,7 @@ class Gaps:
         return zip(self.first.tolist(), self.last.tolist(), strict=True)
 
     def __eq__(self, other: Any) -> bool:
-        if not isinstance(other, Gaps):
+        if not isinstance(other, IdSet):
             return NotImplemented
         return self is other or (
             np.array_equal(self.first, other.first) and np.array_equal(self.last, other.last)
@@ -162,7 +162,7 @@ class Gaps:
         return hash((len(self), self.ids))
 
     def __repr__(self) -> str:
-        return f"Gaps.of({list(self)})" if len(self) <= 8 else f"<{len(self)} gaps of {self.ids} ids>"
+        return f"IdSet.of({list(self)})" if len(self) <= 8 else f"<{len(self)} runs of {self.ids} ids>"
 
 
-NO_GAPS = Gaps(np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_IDS = IdSet(np.zeros(0, np.int64), np.zeros(0, np.int64))

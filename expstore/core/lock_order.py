@@ -29,7 +29,7 @@ LOCK_ORDER = (
     "sampled",
     "archive",  # rows are copied to the archive; its own locks are taken after this one
     "runs",  # the index of episodes' steps
-    "hold",  # which rows a snapshot still needs
+    "pin",  # which rows a snapshot still needs
     "episodes",
     "tail",
     "priorities",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 
 __all__ = [
     "Array",
@@ -136,12 +136,12 @@ class Window:
     Args:
         low: The newest id that can no longer be read; 0 at first.
         last: The newest id that is published; 0 in an empty store.
-        gaps: Ids deleted by a repair or by retention; it may also have ids up to `low`.
+        deleted: Ids deleted by a repair or by retention; it may also have ids up to `low`.
     """
 
     low: int
     last: int
-    gaps: Gaps = NO_GAPS
+    deleted: IdSet = NO_IDS
 
     @property
     def size(self) -> int:
@@ -151,16 +151,16 @@ class Window:
     @property
     def rows(self) -> int:
         """Number of readable rows."""
-        gaps = self.gaps
-        if gaps is NO_GAPS:
+        deleted = self.deleted
+        if deleted is NO_IDS:
             return self.last - self.low
-        return self.last - self.low - gaps.upto(self.last) + gaps.upto(self.low)
+        return self.last - self.low - deleted.upto(self.last) + deleted.upto(self.low)
 
     def runs(self) -> list[tuple[int, int]]:
         """Return the readable ids as runs (first id, rows); for an empty window one run of 0 rows."""
-        if not self.gaps:
+        if not self.deleted:
             return [(self.low + 1, max(0, self.size))]
-        first, last = self.gaps.others(self.low, self.last)
+        first, last = self.deleted.others(self.low, self.last)
         if not first.size:
             return [(self.last + 1, 0)]
         return list(zip(first.tolist(), (last + 1 - first).tolist(), strict=True))
@@ -168,18 +168,18 @@ class Window:
     def ids(self) -> IntArray:
         """Return the readable ids, ascending. Shape `(rows,)`."""
         ids = np.arange(self.low + 1, self.last + 1)
-        return ids[~self.gaps.holds(ids)] if self.gaps else ids
+        return ids[~self.deleted.holds(ids)] if self.deleted else ids
 
     def holds(self, ids: IntArray) -> NDArray[np.bool_]:
         """Return whether each id can be read. Shapes `(n,)`."""
         found: NDArray[np.bool_] = (ids > self.low) & (ids <= self.last)
-        if self.gaps:
-            found &= ~self.gaps.holds(ids)
+        if self.deleted:
+            found &= ~self.deleted.holds(ids)
         return found
 
     def nth(self, numbers: IntArray) -> IntArray:
         """Return the readable ids with these numbers, counted from 0 at the oldest. Shapes `(n,)`."""
-        return self.gaps.nth(numbers + (self.low - self.gaps.upto(self.low)))
+        return self.deleted.nth(numbers + (self.low - self.deleted.upto(self.low)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
     found = ragged_of(text)
     if found is None:
         values = column.to_pylist()
-        return stack_values(values) if len(size) else _hold(values[0])
+        return stack_values(values) if len(size) else _wrap(values[0])
     return to_tensor(column, found) if len(size) else to_tensor(column, found).unbind(0)[0]
 
 
@@ -208,11 +208,11 @@ def stack_values(values: Sequence[Any]) -> NonTensorStack | NonTensorData:
     """
     if not values:
         return NonTensorData(None, batch_size=torch.Size([0]))
-    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*map(_hold, values), stack_dim=0)
+    stack: NonTensorStack = NonTensorStack._new_lazy_unsafe(*map(_wrap, values), stack_dim=0)
     return stack
 
 
-def _hold(value: Any) -> NonTensorData:
+def _wrap(value: Any) -> NonTensorData:
     held = NonTensorData.__new__(NonTensorData)
     held.__dict__["_tensordict"] = TensorDict._new_unsafe({}, _NO_DIMS, device=None)
     held.__dict__["_non_tensordict"] = {"data": value, "_is_non_tensor": True, "_metadata": None}

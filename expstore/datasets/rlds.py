@@ -414,8 +414,8 @@ class _Steps:
             count = self._add(leaf, name, example)
             lengths[name] = count
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
-            raise SchemaError(f"the features have different numbers of steps: {shown}")
+            listed = ", ".join(f"{count} of {name}" for name, count in lengths.items())
+            raise SchemaError(f"the features have different numbers of steps: {listed}")
         self._count = next(iter(lengths.values()))
 
     def __len__(self) -> int:

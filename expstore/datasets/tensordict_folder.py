@@ -108,8 +108,8 @@ class TensorDictReader(Reader):
             raise SchemaError(f"{self._folder} has no tensors")
         lengths = {key: (tensor.shape or (0,))[0] for key, tensor in self._tensors.items()}
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{key_name(key)} {count}" for key, count in list(lengths.items())[:4])
-            raise SchemaError(f"{self._folder} has tensors of different lengths: {shown}")
+            listed = ", ".join(f"{key_name(key)} {count}" for key, count in list(lengths.items())[:4])
+            raise SchemaError(f"{self._folder} has tensors of different lengths: {listed}")
         self._order = self._written_order(next(iter(lengths.values())), is_dump)
 
     def parts(self) -> list[Part]:

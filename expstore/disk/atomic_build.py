@@ -40,33 +40,33 @@ def making(disk: Disk, target: Path, *, single: bool = False, doing: str = "expo
         LockedError: Another process or thread builds this target at the moment.
         StateError: Another process or thread has created the target meanwhile.
     """
-    aside = target.with_name(target.name + SCRAP)
-    disk.make_dir(aside)
+    temporary = target.with_name(target.name + SCRAP)
+    disk.make_dir(temporary)
     try:
-        lock = WriterLock(disk, aside / LOCK)
+        lock = WriterLock(disk, temporary / LOCK)
     except LockedError as exc:
         raise LockedError(
             f"another process or thread {doing} {target} at the moment", hint="choose another path"
         ) from exc
     try:
-        for name in disk.names(aside):  # left over from a process that was killed
+        for name in disk.names(temporary):  # left over from a process that was killed
             if name != LOCK:
-                _remove(disk, aside / name)
-        yield aside
+                _remove(disk, temporary / name)
+        yield temporary
         if disk.exists(target):
             raise StateError(
                 f"another process or thread has created {target} meanwhile", hint="choose another path"
             )
         if single:
-            disk.rename(aside / target.name, target)
-            disk.remove_tree(aside)
+            disk.rename(temporary / target.name, target)
+            disk.remove_tree(temporary)
         else:
-            disk.unlink(aside / LOCK)
-            disk.rename(aside, target)
+            disk.unlink(temporary / LOCK)
+            disk.rename(temporary, target)
         disk.sync_dir(target.absolute().parent)
     except BaseException:
         with contextlib.suppress(StorageError):
-            disk.remove_tree(aside)
+            disk.remove_tree(temporary)
         raise
     finally:
         lock.release()

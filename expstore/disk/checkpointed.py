@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.disk.files import File
 
 __all__ = ["Checkpoint", "Checkpointed", "Dirty", "take_all"]
@@ -29,7 +29,7 @@ class Checkpoint:
         last: Id of the newest row.
         runs: Slots of the rows that no earlier checkpoint covers: (first slot, offset, rows).
         low: All rows up to this id have been evicted or deleted.
-        gaps: Rows above `low` that have been deleted.
+        deleted: Rows above `low` that have been deleted.
     """
 
     lsn: int
@@ -37,7 +37,7 @@ class Checkpoint:
     last: int
     runs: Sequence[tuple[int, int, int]] = ()
     low: int = 0
-    gaps: Gaps = NO_GAPS
+    deleted: IdSet = NO_IDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar, cast
 
-__all__ = ["Aside"]
+__all__ = ["InterruptibleCalls"]
 
 _Answer = TypeVar("_Answer")
 #: Interval at which `stop` is called again, because a call that has not really begun cannot be stopped.
@@ -21,14 +21,14 @@ _AGAIN_SECONDS = 0.02
 _LISTEN_SECONDS = 0.1
 
 
-class Aside:
+class InterruptibleCalls:
     """Run calls of the main thread in a second thread, which is reused.
 
     Calls of other threads, which signals do not interrupt, run directly. A call costs the main thread 50 us;
     in a new thread for each call DuckDB would take 300 us longer. A forked child may not use it.
 
     Example:
-        >>> Aside().run(lambda: cursor.sql(query).to_arrow_table(), cursor.interrupt)
+        >>> InterruptibleCalls().run(lambda: cursor.sql(query).to_arrow_table(), cursor.interrupt)
     """
 
     def __init__(self) -> None:

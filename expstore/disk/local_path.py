@@ -38,9 +38,9 @@ def local_path(given: str | os.PathLike[str]) -> Path:
             hint="pass a str or a pathlib.Path; os.fsdecode(path) converts bytes to a str",
         )
     if found := _URL.match(text):
-        shown = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
+        url = text if found[1] or isinstance(given, str) else text.replace(":/", "://", 1)
         raise StateError(
-            f"{shown} is a URL, not a path on this machine",
+            f"{url} is a URL, not a path on this machine",
             kind="path",
             hint=_instead((found[1] or found[2]).lower()),
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray
 
 __all__ = ["Fragments", "all_ids", "clip", "cut_out", "cut_uneven", "find_fragments", "last_ids"]
@@ -170,14 +170,14 @@ def clip(fragments: IntArray, low: int) -> IntArray:
     return kept[:, kept[2] > 0]
 
 
-def cut_out(fragments: IntArray, gaps: Gaps) -> IntArray:
-    """Return fragments without the rows with ids in the gaps, which may split them; sorted by first id."""
-    touched = gaps.meets(fragments[3], last_ids(fragments))
+def cut_out(fragments: IntArray, deleted: IdSet) -> IntArray:
+    """Return fragments without the deleted rows, which may split them; sorted by first id."""
+    touched = deleted.meets(fragments[3], last_ids(fragments))
     if touched.any():
         cut = fragments[:, touched]
         ids, owner = all_ids(cut), np.repeat(np.arange(cut.shape[1]), cut[2])
         number = np.arange(ids.size) - np.repeat(np.cumsum(cut[2]) - cut[2], cut[2])
-        alive = ~gaps.holds(ids)
+        alive = ~deleted.holds(ids)
         ids, owner, number = ids[alive], owner[alive], number[alive]
         begins = np.ones(ids.size, bool)
         begins[1:] = (owner[1:] != owner[:-1]) | (number[1:] != number[:-1] + 1)
@@ -209,8 +209,8 @@ def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArr
         order = np.lexsort((steps, episodes))
         episodes, steps, ids = episodes[order], steps[order], ids[order]
         cut[1:] = (episodes[1:] != episodes[:-1]) | (steps[1:] != steps[:-1] + 1)
-        gaps = np.diff(ids)
-        cut[2:] |= ~cut[1:-1] & (gaps[1:] != gaps[:-1])
+        deleted = np.diff(ids)
+        cut[2:] |= ~cut[1:-1] & (deleted[1:] != deleted[:-1])
     first = np.flatnonzero(cut)
     counts = np.diff(np.append(first, n))
     stride = np.ones(first.size, np.int64)
@@ -222,8 +222,8 @@ def find_fragments(episodes: IntArray, steps: IntArray, ids: IntArray) -> IntArr
 
 def cut_uneven(cut: NDArray[np.bool_], order: IntArray) -> None:
     """Cut runs whose rows are not evenly spaced in the batch, as rows between them were dropped."""
-    gaps = np.diff(order)
-    uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (gaps[1:] != gaps[:-1])) + 2
+    deleted = np.diff(order)
+    uneven = np.flatnonzero(~cut[1:-1] & ~cut[2:] & (deleted[1:] != deleted[:-1])) + 2
     for place in uneven.tolist():
         # Unless the previous cut has already begun a new run here.
         if not cut[place - 1]:

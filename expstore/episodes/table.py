@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray
 from expstore.episodes.annotations import merge_info
 from expstore.episodes.dirty import Touched
@@ -675,14 +675,14 @@ class EpisodeTable:
             if end == episode.last_id:
                 episode.fragment = self.fragments.number_of(place)
 
-    def give_up(self, gaps: Gaps) -> None:
-        """Drop the fragments of rows with ids in the gaps."""
+    def give_up(self, deleted: IdSet) -> None:
+        """Drop the fragments of deleted rows."""
         fragments = self.fragments.rows
-        touched = gaps.meets(fragments[3], last_ids(fragments))
+        touched = deleted.meets(fragments[3], last_ids(fragments))
         if touched.any():
             self._faded.update(episodes := np.unique(fragments[0, touched]).tolist())
             self._cut.update(episodes)
-            left = cut_out(fragments, gaps)
+            left = cut_out(fragments, deleted)
             self.fragments.fill(left)
             self._find_open(left)
 

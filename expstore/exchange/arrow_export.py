@@ -65,10 +65,10 @@ def export_arrow(
         "arrow", source, target, fields=fields, episodes=episodes, version=version, disk=disk, any_length=True
     ) as export:
         check_names(export.rows.user_fields)
-        with export.making() as aside:
-            written = _write_rows(export.disk, aside / "rows.arrow", export.rows, progress)
+        with export.making() as temporary:
+            written = _write_rows(export.disk, temporary / "rows.arrow", export.rows, progress)
             facts = export.rows.facts
-            with DiskFile(export.disk, aside / "episodes.arrow", write=True) as file:
+            with DiskFile(export.disk, temporary / "episodes.arrow", write=True) as file:
                 with pa.ipc.new_file(file, facts.schema) as out:
                     out.write_table(facts)
     return export.done(written)

@@ -68,10 +68,10 @@ class Export:
             LockedError: Another process creates the target at the same time.
         """
         check_target(self.disk, self.target)
-        with making(self.disk, self.target, single=single) as aside:
-            yield aside
+        with making(self.disk, self.target, single=single) as temporary:
+            yield temporary
             if sync:
-                sync_tree(self.disk, aside)
+                sync_tree(self.disk, temporary)
 
     def done(self, written: int, *, episodes: int | None = None) -> Exported:
         """Return the result of the export.

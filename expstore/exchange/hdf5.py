@@ -85,8 +85,8 @@ def export_hdf5(
     ) as export:
         columns = plan_columns(export.rows)
         with (
-            export.making(single=True) as aside,
-            DiskFile(export.disk, aside / export.target.name, write=True) as raw,
+            export.making(single=True) as temporary,
+            DiskFile(export.disk, temporary / export.target.name, write=True) as raw,
             h5py.File(raw, "w", libver="v110") as file,
         ):
             written = write_flat(export.rows, columns, _Writer(file, columns), progress)
@@ -293,9 +293,9 @@ def _refuse_groups_of_episodes(file: Any, path: Path) -> None:
         SchemaError: The file has one group per episode.
     """
     if names := find_episodes(file):
-        shown = ", ".join(names[:3]) + (", ..." if names[3:] else "")
+        listed = ", ".join(names[:3]) + (", ..." if names[3:] else "")
         raise SchemaError(
-            f"{path} has a group per episode ({shown}: {len(names)} of them), but import_hdf5 reads one "
+            f"{path} has a group per episode ({listed}: {len(names)} of them), but import_hdf5 reads one "
             "dataset per field, with the rows of all episodes one after another",
             kind="layout",
             hint="use `expstore import`, or import_dataset(Hdf5EpisodesReader(path), target)",

@@ -107,17 +107,17 @@ def export_minari(
     ) as export:
         rows, disk = export.rows, export.disk
         plan = _Plan.of(rows)
-        with export.making() as aside:
-            disk.make_dir(aside / DATA)
+        with export.making() as temporary:
+            disk.make_dir(temporary / DATA)
             with (
-                DiskFile(disk, aside / DATA / MAIN, write=True) as raw,
+                DiskFile(disk, temporary / DATA / MAIN, write=True) as raw,
                 h5py.File(raw, "w", libver="v110") as file,
             ):
                 writer = _Writer(file, plan, rows, progress)
                 writer.write()
-            size = disk.used(aside / DATA / MAIN)
+            size = disk.used(temporary / DATA / MAIN)
             about = _metadata(plan, rows, writer, size, dataset_id or _id_of(export.target), env_spec)
-            disk.put(aside / DATA / METADATA, json.dumps(about, indent=1).encode())
+            disk.put(temporary / DATA / METADATA, json.dumps(about, indent=1).encode())
     return export.done(writer.rows, episodes=writer.episodes)
 
 

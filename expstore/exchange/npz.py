@@ -82,8 +82,8 @@ def export_npz(
         "npz", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         columns = plan_columns(export.rows)
-        with export.making(single=True) as aside, ExitStack() as stack:
-            writer = _Writer(export.disk, aside, aside / export.target.name, columns, stack)
+        with export.making(single=True) as temporary, ExitStack() as stack:
+            writer = _Writer(export.disk, temporary, temporary / export.target.name, columns, stack)
             written = write_flat(export.rows, columns, writer, progress)
     return export.done(written)
 

@@ -89,10 +89,10 @@ def export_parquet(
     ) as export:
         check_names(export.rows.user_fields)
         _check_types(export.rows.user_fields)
-        with export.making() as aside:
-            export.disk.make_dir(aside / "rows")
-            written = _write_rows(export.disk, aside / "rows", export.rows, progress)
-            with DiskFile(export.disk, aside / "episodes.parquet", write=True) as file:
+        with export.making() as temporary:
+            export.disk.make_dir(temporary / "rows")
+            written = _write_rows(export.disk, temporary / "rows", export.rows, progress)
+            with DiskFile(export.disk, temporary / "episodes.parquet", write=True) as file:
                 pq.write_table(export.rows.facts, file, compression="zstd")
     return export.done(written)
 

@@ -275,7 +275,9 @@ class _Stream:
         return True
 
 
-def _by_id(parts: Sequence[Part], layout: Layout, rows: int) -> Iterator[tuple[list[Any], dict[str, Array]]]:
+def _read_by_id(
+    parts: Sequence[Part], layout: Layout, rows: int
+) -> Iterator[tuple[list[Any], dict[str, Array]]]:
     """Yield the rows of all parts ordered by id. Each part is ordered by id; overlapping parts are merged."""
     table, nothing = Table(layout), np.zeros(0, np.int64)
     firsts = [part.first_id() for part in parts]
@@ -308,7 +310,7 @@ def _sorted(columns: list[Any], own: dict[str, Array]) -> tuple[list[Any], dict[
     return [pick(column, order) for column in columns], {n: values[order] for n, values in own.items()}
 
 
-def _in_turn(
+def _read_in_order(
     parts: Sequence[Part], layout: Layout, rows: int
 ) -> Iterator[tuple[list[Any], dict[str, Array]]]:
     table = Table(layout)
@@ -338,7 +340,7 @@ def _fill(
     total = sum(part.rows for part in parts) or int(about.get("rows", 0))
     numbered = {"_episode", "_step"} <= set(layout.own)
     size = _rows_at_once(parts, layout.schema.row_bytes, loose=bool(layout.schema.variable))
-    reading = (_by_id if "_id" in layout.own else _in_turn)(parts, layout, size)
+    reading = (_read_by_id if "_id" in layout.own else _read_in_order)(parts, layout, size)
     room = about.get("capacity") if capacity is None else capacity
     tell(layout.notes)
     with new_store(disk, target, room, settings_of(about), storage=storage or "zarr") as filler:

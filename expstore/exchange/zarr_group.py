@@ -71,10 +71,10 @@ def export_zarr(
         "zarr", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         with (
-            export.making(sync=False) as aside,
+            export.making(sync=False) as temporary,
             ThreadPoolExecutor(8, thread_name_prefix="expstore-export") as pool,
         ):
-            writer = _Group(export.disk, aside, export.rows)
+            writer = _Group(export.disk, temporary, export.rows)
             _copy(export.rows, writer, progress)
             writer.finish()
             sync_paths(export.disk, writer.written, sorted(writer.folders), pool)
@@ -141,13 +141,13 @@ class _Group:
     def add(self, columns: Sequence[Array]) -> None:
         """Append rows, at most `piece`; one array per field. Shapes `(n, *row shape)`."""
         count, head = len(columns[0]), self.piece - self._count
-        self._hold([column[:head] for column in columns])
+        self._keep([column[:head] for column in columns])
         if count >= head:
             self._write()
             if count > head:
-                self._hold([column[head:] for column in columns])
+                self._keep([column[head:] for column in columns])
 
-    def _hold(self, columns: Sequence[Array]) -> None:
+    def _keep(self, columns: Sequence[Array]) -> None:
         stop = self._count + len(columns[0])
         for held, values in zip(self._held, columns, strict=True):
             held[self._count : stop] = values

@@ -167,8 +167,8 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         expected = (kept.last // lanes + np.arange(steps)) % most
         if not np.array_equal(numbers, expected):
             raise StateError(
-                f"the writer's cursor is at {_shown(numbers)}, but the store's next rows are at "
-                f"{_shown(expected)}: nothing was written",
+                f"the writer's cursor is at {_format(numbers)}, but the store's next rows are at "
+                f"{_format(expected)}: nothing was written",
                 hint="after setting another writer, call storage.align(rb) to correct its cursor",
             )
 
@@ -186,7 +186,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         kept = self.buffer.storage
         window = kept.window
         hole = window.low if kept.capacity is None else window.low % kept.capacity
-        if window.gaps or (hole and window.size != kept.capacity):
+        if window.deleted or (hole and window.size != kept.capacity):
             raise StateError(
                 "rows between others are missing (after a repair, or a kill during an extend longer than the "
                 "spare slots), and torchrl's samplers need indices without gaps",
@@ -377,7 +377,7 @@ def _other_process() -> StateError:
     )
 
 
-def _shown(numbers: np.ndarray[Any, Any]) -> str:
+def _format(numbers: np.ndarray[Any, Any]) -> str:
     return str(numbers[0]) if numbers.size == 1 else f"{numbers[0]} to {numbers[-1]}"
 
 

@@ -171,10 +171,10 @@ def _check_packed(inspection: Inspection, files: PackedFiles) -> None:
     # Later rows, or their checksums, are in the journal.
     for first, count in inspection.settled_runs():
         for slot, offset, n in inspection.pieces(first, count):
-            turn = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
-            for at in np.flatnonzero(~files.find(turn, slot, n)).tolist():
+            lap = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
+            for at in np.flatnonzero(~files.find(lap, slot, n)).tolist():
                 chunk = (slot + at) // column.packing.rows
-                path = files.lender_of(turn, chunk) or files.file_of(turn, chunk)
+                path = files.lender_of(lap, chunk) or files.file_of(lap, chunk)
                 lost.setdefault(path, []).append(first + offset + at)
     for path in sorted({fault.path for fault in files.faults} | lost.keys()):
         faults = [fault for fault in files.faults if fault.path == path]
@@ -385,9 +385,9 @@ def _read_packed(
     """Yield (first id, values) of a run of rows of a packed column, without lost rows."""
     each = files.column.row_bytes
     for slot, offset, n in inspection.pieces(first_id, count):
-        turn = 0 if inspection.slots is None else (first_id + offset - 1) // inspection.slots
+        lap = 0 if inspection.slots is None else (first_id + offset - 1) // inspection.slots
         step = max(1, _PIECE_BYTES // each)
         for done in range(0, n, step):
-            rows, whole = files.rows(turn, slot + done, min(step, n - done))
+            rows, whole = files.rows(lap, slot + done, min(step, n - done))
             if whole.all():
                 yield first_id + offset + done, rows.reshape(-1).view(files.column.entry.numpy_dtype)

@@ -22,7 +22,7 @@ from expstore.storages.columns.packed.column import PARTIAL
 from expstore.storages.columns.packed.open_chunk import PartialFile
 from expstore.storages.columns.packed.reader import PackedReader
 from expstore.storages.format.chunk_file import (
-    ANY_TURN,
+    ANY_LAP,
     HEADER_BYTES,
     Chunks,
     no_chunks,
@@ -66,25 +66,25 @@ class PackedFiles:
         #: The files of the column that stores the rows shared with this column (`share_next`), if any.
         self.partner: PackedFiles | None = None
         self.faults: list[Fault] = []
-        #: Intact chunks after damaged bytes, which a reader does not find: file, shard, turn, number in the
+        #: Intact chunks after damaged bytes, which a reader does not find: file, shard, lap, number in the
         #: shard.
         self.hidden: list[tuple[Path, int, int, int]] = []
         self._disk = disk
-        #: Positions of intact chunks, by turn of the ring and number: file, offset and length.
+        #: Positions of intact chunks, by lap of the ring and number: file, offset and length.
         self._places: dict[tuple[int, int], tuple[Path, int, int]] = {}
         #: For intact chunks with rows that are stored in `partner`: how many rows before their own position.
         self._lent: dict[tuple[int, int], IntArray] = {}
         self._raw: dict[tuple[int, int], tuple[Array, NDArray[np.bool_]]] = {}
         self._last: tuple[tuple[int, int], Array, NDArray[np.bool_]] | None = None
-        for kind, shard, turn in sorted(column.shards()):
+        for kind, shard, lap in sorted(column.shards()):
             self._look(
-                column.open_path(shard, turn) if kind == "open" else column.shard_path(shard), shard, turn
+                column.open_path(shard, lap) if kind == "open" else column.shard_path(shard), shard, lap
             )
         partial = PartialFile(disk, column.folder / PARTIAL, self.packing.rows, column.row_bytes, write=False)
         try:
             for area in partial.areas():
                 fresh = np.zeros_like(area.rows), np.zeros_like(area.whole)
-                rows, whole = self._raw.setdefault((area.turn, area.chunk), fresh)
+                rows, whole = self._raw.setdefault((area.lap, area.chunk), fresh)
                 rows[area.whole] = area.rows[area.whole]
                 whole |= area.whole
         finally:
@@ -92,15 +92,15 @@ class PackedFiles:
 
     # -- indexing --------------------------------------------------------------------------------
 
-    def _look(self, path: Path, shard: int, turn: int) -> None:
-        """Index the chunks of a shard; `turn` is -1 if the shard is finished and has its final name."""
+    def _look(self, path: Path, shard: int, lap: int) -> None:
+        """Index the chunks of a shard; `lap` is -1 if the shard is finished and has its final name."""
         file = self._disk.open(path, write=False)
         try:
-            named = self._index_of(file, path, shard) if turn < 0 else None
-            found = self._listed(file, named) if named is not None else self._scan(file, shard, turn)
+            named = self._index_of(file, path, shard) if lap < 0 else None
+            found = self._listed(file, named) if named is not None else self._scan(file, shard, lap)
             known = list(found)
-            turns = [told for _, told, _, _ in known if told >= 0]
-            usual = max(turns, key=turns.count, default=-1)
+            laps = [told for _, told, _, _ in known if told >= 0]
+            usual = max(laps, key=laps.count, default=-1)
             for number, told, offset, size in known:
                 distances = self._unpacks(file.read(offset, size))
                 whole = distances is not None
@@ -126,7 +126,7 @@ class PackedFiles:
             return None
 
     def _listed(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
-        """Yield number, turn (-1 if damaged), offset and length of the chunks that a shard's index names.
+        """Yield number, lap (-1 if damaged), offset and length of the chunks that a shard's index names.
 
         The offset is that of the chunk's table, after its header.
         """
@@ -134,32 +134,32 @@ class PackedFiles:
         for number in np.flatnonzero(chunks.offsets >= 0).tolist():
             offset, size = int(chunks.offsets[number]) - table, int(chunks.sizes[number]) + table
             head = _head(file.read(max(0, offset - HEADER_BYTES), HEADER_BYTES + size))
-            turn = -1
+            lap = -1
             if head is not None and head[:2] == (size, number):
-                turn = head[2]
-            yield number, turn, offset, size
+                lap = head[2]
+            yield number, lap, offset, size
 
-    def _scan(self, file: File, shard: int, turn: int) -> Iterator[tuple[int, int, int, int]]:
+    def _scan(self, file: File, shard: int, lap: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield number, turn, offset and length of the intact chunks in a file without an index."""
-        at, stop, gap = 0, file.size(), False
+        at, stop, broken = 0, file.size(), False
         while at + HEADER_BYTES < stop:
             data = file.read(at, HEADER_BYTES + self._most)
             head = _head(data)
-            if head is not None and head[1] < self.packing.chunks and turn in (-1, head[2]):
-                if gap:
+            if head is not None and head[1] < self.packing.chunks and lap in (-1, head[2]):
+                if broken:
                     self.hidden.append((file.path, shard, head[2], head[1]))
                 yield head[1], head[2], at + HEADER_BYTES, head[0]
                 at += HEADER_BYTES + head[0]
                 continue
-            gap = True
-            step = next((n for n in range(1, len(data) - HEADER_BYTES) if self._begins(data, n, turn)), 0)
+            broken = True
+            step = next((n for n in range(1, len(data) - HEADER_BYTES) if self._begins(data, n, lap)), 0)
             after = file.next_data(at + len(data)) - HEADER_BYTES - self._most
             at += step or max(1, len(data) - HEADER_BYTES, after - at)
 
-    def _begins(self, data: bytes, at: int, turn: int) -> bool:
+    def _begins(self, data: bytes, at: int, lap: int) -> bool:
         """Return whether a chunk's header may be at this position."""
         size, number, told = struct.unpack_from("<III", data, at)
-        return 16 < size <= self._most and number < self.packing.chunks and turn in (-1, told)
+        return 16 < size <= self._most and number < self.packing.chunks and lap in (-1, told)
 
     @property
     def _most(self) -> int:
@@ -195,21 +195,21 @@ class PackedFiles:
             runs: Rows that must be readable: (first id, number of rows).
         """
         each, slots = self.packing.rows, self.column.slots or 0
-        for path, shard, turn, number in self.hidden:
-            low = turn * slots + shard * self.packing.shard + number * each + 1
+        for path, shard, lap, number in self.hidden:
+            low = lap * slots + shard * self.packing.shard + number * each + 1
             if any(first < low + each and low < first + count for first, count in runs):
                 self.faults.append(Fault("payload", path, shard, f"is damaged before its chunk {number}"))
 
     # -- rows ------------------------------------------------------------------------------------
 
-    def rows(self, turn: int, slot: int, count: int) -> tuple[Array, NDArray[np.bool_]]:
+    def rows(self, lap: int, slot: int, count: int) -> tuple[Array, NDArray[np.bool_]]:
         """Return rows as bytes, and whether each is intact. Shapes `(count, row bytes)`, `(count,)`."""
         out = np.zeros((count, self.column.row_bytes), np.uint8)
         whole, done, each = np.zeros(count, bool), 0, self.packing.rows
         while done < count:
             chunk, inside = divmod(slot + done, each)
             n = min(each - inside, count - done)
-            rows, there = self._chunk(turn, chunk)
+            rows, there = self._chunk(lap, chunk)
             out[done : done + n], whole[done : done + n] = (
                 rows[inside : inside + n],
                 there[inside : inside + n],
@@ -217,30 +217,30 @@ class PackedFiles:
             done += n
         return out, whole
 
-    def find(self, turn: int, slot: int, count: int) -> NDArray[np.bool_]:
+    def find(self, lap: int, slot: int, count: int) -> NDArray[np.bool_]:
         """Return whether each row is intact. Shape `(count,)`."""
         each, none = self.packing.rows, (None, np.zeros(self.packing.rows, bool))
         first, last = slot // each, (slot + count - 1) // each
         whole = [
-            self._raw.get((turn, chunk), none)[1]
-            if self._place(turn, chunk) is None
-            else self._finds(turn, chunk)
+            self._raw.get((lap, chunk), none)[1]
+            if self._place(lap, chunk) is None
+            else self._finds(lap, chunk)
             for chunk in range(first, last + 1)
         ]
         return np.concatenate(whole)[slot - first * each :][:count] if count else none[1][:0]
 
-    def _finds(self, turn: int, chunk: int) -> NDArray[np.bool_]:
+    def _finds(self, lap: int, chunk: int) -> NDArray[np.bool_]:
         """Return which rows of an intact chunk are intact where they are stored."""
         whole = np.ones(self.packing.rows, bool)
-        for part, (there, slot) in self._away(turn, chunk):
+        for part, (there, slot) in self._away(lap, chunk):
             whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
         return whole
 
-    def _away(self, turn: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Yield runs of a chunk's rows that the partner stores, and turn and slot of the first one there."""
+    def _away(self, lap: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Yield runs of a chunk's rows that the partner stores, and lap and slot of the first one there."""
         each, slots = self.packing.rows, self.column.slots
-        distances = self._lent.get(self._name(turn, chunk), np.zeros(each, np.int64))
-        first = chunk * each + (0 if slots is None else turn * slots)
+        distances = self._lent.get(self._name(lap, chunk), np.zeros(each, np.int64))
+        first = chunk * each + (0 if slots is None else lap * slots)
         places = first + np.arange(each) - distances
         wraps = np.zeros(each, bool) if slots is None else places % slots == 0
         new = np.flatnonzero((np.diff(distances, prepend=-1) != 0) | wraps)
@@ -249,25 +249,25 @@ class PackedFiles:
                 at = int(places[start])
                 yield slice(start, stop), (0, at) if slots is None else divmod(at, slots)
 
-    def lender_of(self, turn: int, chunk: int) -> Path | None:
+    def lender_of(self, lap: int, chunk: int) -> Path | None:
         """Return the partner's file in which rows of an intact chunk are lost, or None if none are lost."""
-        for part, (there, slot) in self._away(turn, chunk) if self._place(turn, chunk) else ():
+        for part, (there, slot) in self._away(lap, chunk) if self._place(lap, chunk) else ():
             if self.partner is not None:
                 lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
                 if lost.size:
                     return self.partner.file_of(there, (slot + int(lost[0])) // self.partner.packing.rows)
         return None
 
-    def _chunk(self, turn: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
-        each, name = self.packing.rows, (turn, chunk)
-        place = self._place(turn, chunk)
+    def _chunk(self, lap: int, chunk: int) -> tuple[Array, NDArray[np.bool_]]:
+        each, name = self.packing.rows, (lap, chunk)
+        place = self._place(lap, chunk)
         if place is None:
             nothing = np.zeros((each, self.column.row_bytes), np.uint8), np.zeros(each, bool)
             return self._raw.get(name, nothing)
         if self._last is None or self._last[0] != name:
             rows = self._unpack(self._read(place))[0].copy()
             whole = np.ones(each, bool)
-            for part, (there, slot) in self._away(turn, chunk):
+            for part, (there, slot) in self._away(lap, chunk):
                 if self.partner is None:
                     whole[part] = False
                 else:
@@ -275,14 +275,14 @@ class PackedFiles:
             self._last = name, rows, whole
         return self._last[1:]
 
-    def _place(self, turn: int, chunk: int) -> tuple[Path, int, int] | None:
+    def _place(self, lap: int, chunk: int) -> tuple[Path, int, int] | None:
         """Return the file, offset and length of an intact chunk, or None if it is missing."""
-        return self._places.get(self._name(turn, chunk))
+        return self._places.get(self._name(lap, chunk))
 
-    def _name(self, turn: int, chunk: int) -> tuple[int, int]:
-        """Return the key of a chunk: turn and number. In a snapshot a chunk may have any turn."""
-        name = turn, chunk
-        return name if name in self._places else (ANY_TURN, chunk)
+    def _name(self, lap: int, chunk: int) -> tuple[int, int]:
+        """Return the key of a chunk: turn and number. In a snapshot a chunk may have any lap."""
+        name = lap, chunk
+        return name if name in self._places else (ANY_LAP, chunk)
 
     def _read(self, place: tuple[Path, int, int]) -> bytes:
         path, offset, size = place
@@ -292,12 +292,12 @@ class PackedFiles:
         finally:
             file.close()
 
-    def file_of(self, turn: int, chunk: int) -> Path:
+    def file_of(self, lap: int, chunk: int) -> Path:
         """Return the file that contains a chunk, or should contain it."""
         shard = chunk // self.packing.chunks
-        if (turn, chunk) in self._raw:
+        if (lap, chunk) in self._raw:
             return self.column.folder / PARTIAL
-        path = self.column.open_path(shard, turn)
+        path = self.column.open_path(shard, lap)
         return path if self._disk.exists(path) else self.column.shard_path(shard)
 
     # -- repair ----------------------------------------------------------------------------------
@@ -310,39 +310,39 @@ class PackedFiles:
             synced: The newest id that a checkpoint covers.
         """
         place = self.column.place_behind(synced)
-        (turn, slot), each, chunks = place, self.packing.rows, self.packing.chunks
+        (lap, slot), each, chunks = place, self.packing.rows, self.packing.chunks
         current, inside = slot // self.packing.shard, slot % each
-        if inside and not self.rows(turn, slot - inside, inside)[1].all():
+        if inside and not self.rows(lap, slot - inside, inside)[1].all():
             self._mend_rest(disk, place)
-        shards = dict.fromkeys(range(current + 1), turn)
+        shards = dict.fromkeys(range(current + 1), lap)
         slots = self.column.slots
-        if turn and slots is not None:
-            shards |= dict.fromkeys(range(current + 1, -(-slots // self.packing.shard)), turn - 1)
+        if lap and slots is not None:
+            shards |= dict.fromkeys(range(current + 1, -(-slots // self.packing.shard)), lap - 1)
         for shard, told in shards.items():
             stop = slot // each - shard * chunks if shard == current else chunks
             if slots is not None:
                 stop = min(stop, slots // each - shard * chunks)
             self._mend_shard(disk, shard, told, stop, filling=shard == current)
-        if turn:
+        if lap:
             # The rest of this shard still has chunks of the previous turn.
-            self._mend_shard(disk, current, turn - 1, 0, filling=False)
+            self._mend_shard(disk, current, lap - 1, 0, filling=False)
 
-    def _mend_shard(self, disk: Disk, shard: int, turn: int, stop: int, *, filling: bool) -> None:
+    def _mend_shard(self, disk: Disk, shard: int, lap: int, stop: int, *, filling: bool) -> None:
         """Repair one shard: it gets all chunks before `stop`, and the later chunks that are intact."""
         first = shard * self.packing.chunks
         known = {
             chunk - first
             for told, chunk in self._places
-            if told == turn and chunk // self.packing.chunks == shard
+            if told == lap and chunk // self.packing.chunks == shard
         }
         raw = {
             chunk - first
             for told, chunk in self._raw
-            if told == turn and chunk // self.packing.chunks == shard
+            if told == lap and chunk // self.packing.chunks == shard
         }
         lost = set(range(stop)) - known
         bad = {fault.path for fault in self.faults if fault.shard == shard}
-        path = self.column.open_path(shard, turn)
+        path = self.column.open_path(shard, lap)
         is_open = filling or disk.exists(path)
         if not is_open:
             path = self.column.shard_path(shard)
@@ -351,11 +351,11 @@ class PackedFiles:
             return
         found, data = no_chunks(self.packing.chunks), b""
         for number in sorted(known | lost):
-            name = (turn, first + number)
+            name = (lap, first + number)
             chunk = self._read(self._places[name]) if number in known else self._filled(name)
             found.offsets[number] = len(data) + self.column.head
             found.sizes[number] = len(chunk) - self.packing.table_bytes
-            data += pack_chunk(number, turn, chunk)
+            data += pack_chunk(number, lap, chunk)
         if not is_open:
             data += pack_index(found, table=self.packing.table_bytes)
         disk.write_whole(path, data)
@@ -366,12 +366,12 @@ class PackedFiles:
 
     def _mend_rest(self, disk: Disk, place: tuple[int, int]) -> None:
         """Write the rows of the incomplete last chunk again."""
-        (turn, slot), each = place, self.packing.rows
-        rows, _ = self.rows(turn, slot - slot % each, slot % each)
+        (lap, slot), each = place, self.packing.rows
+        rows, _ = self.rows(lap, slot - slot % each, slot % each)
         partial = PartialFile(disk, self.column.folder / PARTIAL, each, self.column.row_bytes)
         try:
-            partial.adopt(turn, slot // each, slot % each)
-            partial.begin(turn, slot // each)
+            partial.adopt(lap, slot // each, slot % each)
+            partial.begin(lap, slot // each)
             partial.write(0, rows)
             if partial.file is not None:
                 partial.file.sync()
@@ -381,11 +381,11 @@ class PackedFiles:
 
 
 def _head(data: bytes) -> tuple[int, int, int] | None:
-    """Return length, number and turn of the chunk that begins here; None without an intact chunk."""
+    """Return length, number and lap of the chunk that begins here; None without an intact chunk."""
     if len(data) <= HEADER_BYTES:
         return None
-    size, number, turn, crc = struct.unpack_from("<IIII", data)
+    size, number, lap, crc = struct.unpack_from("<IIII", data)
     body = data[HEADER_BYTES : HEADER_BYTES + size]
     if len(body) != size or sum_chunk(data[:12], body) != crc:
         return None
-    return size, number, turn
+    return size, number, lap

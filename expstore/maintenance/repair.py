@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, key_name, merge_runs
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
@@ -114,8 +114,8 @@ def repair(
     if outcome.lost and not dry_run:
         for name in _INDEX:  # the index contains the dropped rows
             disk.unlink(path / name)
-        gaps = inspection.manifest.gaps.joined(Gaps.of(outcome.lost))
-        inspection.manifest = inspection.manifest.replace(gaps=gaps)
+        deleted = inspection.manifest.deleted.joined(IdSet.of(outcome.lost))
+        inspection.manifest = inspection.manifest.replace(deleted=deleted)
         # This commits the deletion: files with deleted rows may be rewritten only afterwards.
         inspection.manifest.save(disk, path)
     for finding in inspection.found:
@@ -137,12 +137,12 @@ def repair(
 
 def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list[tuple[int, int]]:
     """Return the rows that cannot be kept; if dropping them is not allowed, record their findings as left."""
-    gaps: list[tuple[int, int]] = []
+    deleted: list[tuple[int, int]] = []
     for finding in inspection.found:
         in_shard = finding.shard is not None and finding.kind in {*_COSTLY, "episodes"}
         if in_shard and finding.column not in ("_row.priority", "_row.sampled"):
             if drop_damaged:
-                gaps += finding.ids
+                deleted += finding.ids
             elif finding.slots is not None:  # packed columns and segments are handled by `_rewrite`
                 outcome.left.append(finding)
         elif finding.kind in {"missing", "length", "episodes.log"} and not _is_free(finding):
@@ -150,7 +150,7 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
                 outcome.left.append(finding)
         elif finding.kind == "episodes":
             outcome.left.append(finding)
-    return gaps
+    return deleted
 
 
 def _costs_rows(inspection: Inspection, column: str | None) -> bool:

@@ -214,7 +214,7 @@ def _check_journal(inspection: Inspection) -> set[int]:
 
 def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
     manifest, group = inspection.manifest, inspection.group
-    past = inspection.past = read_past(records, manifest.gaps)
+    past = inspection.past = read_past(records, manifest.deleted)
     _check_state(inspection, past)
     try:
         walk(past, lambda publish: bool(publish.payload) or _stands(inspection, publish), manifest.column_set)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from expstore.core.draws import next_numbers
-from expstore.core.id_set import NO_GAPS
+from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array, IntArray, Key, Selection, Window
 from expstore.disk.files import Disk
 from expstore.errors import NotReadyError, StateError
@@ -410,7 +410,7 @@ def readable(storage: ReadView) -> Window:
         NotReadyError: There is none: a very long extend, or `empty`, has given up all rows at this moment.
     """
     window = storage.window
-    if window.low >= window.last or (window.gaps is not NO_GAPS and not window.rows):
+    if window.low >= window.last or (window.deleted is not NO_IDS and not window.rows):
         raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
     return window
 

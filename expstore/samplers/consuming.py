@@ -71,7 +71,7 @@ class ConsumingSampler(Sampler):
 
     def _begin(self) -> None:
         self._live = WindowTree(self.filter)
-        self._shown: tuple[Sampled | None, int] = (None, -1)  # the counts, and their moves, that it shows
+        self._mirrored: tuple[Sampled | None, int] = (None, -1)  # the counts, and their moves, that it shows
 
     @property
     def max_sample_count(self) -> int:
@@ -145,7 +145,7 @@ class ConsumingSampler(Sampler):
             if storage.closed:
                 raise closed_error()
             tree, sampled = self._catch_up(storage)
-            self._shown = (None, -1)  # until all is done: an interruption has the tree made anew
+            self._mirrored = (None, -1)  # until all is done: an interruption has the tree made anew
             kept = had[self._live.window.holds(had)]
             held = storage.geometry.slot_of(kept)
             tree.set(held, np.zeros(held.size))
@@ -158,7 +158,7 @@ class ConsumingSampler(Sampler):
                 sampled.add(places)
             beside = np.concatenate([held, places])
             self._live.change(storage, beside, lambda known: self._weigh(sampled, known))
-            self._shown = sampled, sampled.moves
+            self._mirrored = sampled, sampled.moves
             ids = np.concatenate([kept, storage.geometry.ids_in(places, self._live.window.last)])
             self._ran_out = tree.total == 0
         return ids
@@ -169,10 +169,10 @@ class ConsumingSampler(Sampler):
         if sampled is None:  # no rows have come yet
             raise NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
         now = sampled, sampled.moves
-        if now != self._shown:
+        if now != self._mirrored:
             self._live.drop()
         tree = self._live.catch_up(storage, lambda places: self._weigh(sampled, places))
-        self._shown = now
+        self._mirrored = now
         return tree, sampled
 
     def on_write(self, ids: IntArray) -> None:
@@ -200,7 +200,7 @@ class ConsumingSampler(Sampler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned."""
         self._limit = check_count("max_sample_count", state_dict["max_sample_count"])
-        self._shown = (None, -1)
+        self._mirrored = (None, -1)
 
     def __repr__(self) -> str:
         return f"ConsumingSampler(max_sample_count={self._limit}{self._filtering})"

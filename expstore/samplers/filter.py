@@ -74,7 +74,7 @@ class _Seen:
         window = storage.window
         table = self.table
         return (
-            (window.last, window.gaps) == (self.window.last, self.window.gaps)
+            (window.last, window.deleted) == (self.window.last, self.window.deleted)
             and (storage.epochs.content, storage.changes.number) == (self.content, self.changes)
             and (table is None or (table is storage.episodes and table.touched.count == self.touched))
         )
@@ -126,7 +126,7 @@ class Filter:
 
     A sampler calls `attach` with its storage and `look` at each draw. `masses` is then the factor by slot
     (0: not drawn; 1, or what `weight` says) for the rows of `window`; newer rows are not drawn yet. The
-    masses of rows that have left stay behind: whoever draws takes the rows in `shown`. To follow, hold
+    masses of rows that have left stay behind: whoever draws takes the rows in `readable`. To follow, hold
     `lock`, keep `version`, and ask `moved(version)` next time which slots have other masses than then
     (None: any may).
 
@@ -149,7 +149,7 @@ class Filter:
         >>> filter = Filter("next.reward > 0", None)
         >>> filter.attach(storage)
         >>> filter.look(storage)
-        >>> filter.masses[storage.slot_of(filter.shown(storage).ids())].sum()
+        >>> filter.masses[storage.slot_of(filter.readable(storage).ids())].sum()
     """
 
     def __init__(self, where: str | None, weight: str | None) -> None:
@@ -212,7 +212,7 @@ class Filter:
         seen = self._seen
         return Window(0, 0) if seen is None else seen.window
 
-    def shown(self, storage: ReadView) -> Window:
+    def readable(self, storage: ReadView) -> Window:
         """Return the rows that can be read now and of which masses are known."""
         window = storage.window
         return replace(window, last=max(window.low, min(window.last, self.window.last)))

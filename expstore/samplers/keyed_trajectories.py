@@ -171,7 +171,7 @@ class KeyedRuns(Runs):
 
     def _read_on(self, storage: ReadView, window: Window) -> bool:
         """Read rows up to the window's last; say whether all of them were still there."""
-        for first, count in Window(max(self._read, window.low), window.last, window.gaps).runs():
+        for first, count in Window(max(self._read, window.low), window.last, window.deleted).runs():
             for start in range(first, first + count, _CHUNK):
                 ids = np.arange(start, min(start + _CHUNK, first + count))
                 columns = storage.read(ids, [self._names, *self._flags])

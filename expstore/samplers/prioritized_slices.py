@@ -189,7 +189,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         return tree
 
     def _weigh(self, storage: ReadView, places: IntArray) -> Array:
-        held = self._starts.hold(places, storage.geometry.ids_in(places, storage.window.last))
+        held = self._starts.can_begin(places, storage.geometry.ids_in(places, storage.window.last))
         weights: Array = np.where(held, super()._weigh(storage, places), 0.0)
         return weights
 
@@ -243,7 +243,7 @@ class _Starts:
         self._done = np.zeros(0, np.int64)  # by run: the steps below are known
         self._seen: tuple[Runs, int, int] | None = None  # the runs, the least length, and when that was
 
-    def hold(self, places: IntArray, ids: IntArray) -> Array:
+    def can_begin(self, places: IntArray, ids: IntArray) -> Array:
         """Say at which rows in slots a slice can begin. Shapes `(n,)`."""
         size = self._id.size
         held: Array = places < size

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.id_set import NO_GAPS
+from expstore.core.id_set import NO_IDS
 from expstore.core.values import Selection
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.filter import Where
@@ -68,7 +68,7 @@ class RandomSampler(Sampler):
         window = readable(storage)
         if self.filter is not None:
             return self._drawn(storage, lambda: self._by_mass(storage, batch_size, generator))
-        if window.gaps is not NO_GAPS:
+        if window.deleted is not NO_IDS:
             return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
 

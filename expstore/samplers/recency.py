@@ -126,7 +126,7 @@ class RecencySampler(Sampler):
             within = -math.expm1(taking_part * rate)  # the chance that an age of all is one of these
             ages = (np.log1p(-within * generator.random(batch_size)) / rate).astype(np.int64)
             np.minimum(ages, taking_part - 1, out=ages)  # rounding
-        if window.gaps:
+        if window.deleted:
             return Selection(window.nth(rows - 1 - ages))
         return Selection(window.last - ages)
 

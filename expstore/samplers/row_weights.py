@@ -39,7 +39,7 @@ class RowMasses:
     def of(cls, filter: Filter, storage: ReadView) -> Self:
         """Sum up what a filter says of all rows that it shows."""
         with filter.lock:
-            window, evaluation = filter.shown(storage), filter.evaluation
+            window, evaluation = filter.readable(storage), filter.evaluation
             masses = np.zeros(window.size + 1)
             ids = window.ids()
             masses[ids - window.low] = filter.masses[storage.geometry.slot_of(ids)]

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
     from expstore.storages.run_index import Runs
 
-__all__ = ["Law", "SliceSampler"]
+__all__ = ["SliceSampler", "Weighting"]
 
 #: What has the same chance: every trajectory, or every place where a slice can begin.
-Law = Literal["trajectory", "start"]
+Weighting = Literal["trajectory", "start"]
 
 
 class SliceSampler(SlicingNames, Sampler):
@@ -109,7 +109,7 @@ class SliceSampler(SlicingNames, Sampler):
         strict_length: bool = True,
         pad_output: bool = False,
         span: Span = False,
-        by: Law = "trajectory",
+        by: Weighting = "trajectory",
         where: str | Where | None = None,
         weight: str | None = None,
         **torchrl: Any,

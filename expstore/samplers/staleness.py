@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray, Key, Selection, Window, key_name, to_key
 from expstore.errors import NotReadyError, SchemaError
 from expstore.samplers.base import Sampler
@@ -78,11 +78,11 @@ class _Versions:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Hold the versions of the rows of a window, and deleted, changes and gaps that they stand for."""
+    """Hold the versions of the rows of a window, and the changes and deleted ids that they are valid for."""
 
     versions: _Versions = field(default_factory=_Versions.none)
     window: Window = field(default_factory=lambda: Window(0, 0))
-    seen: tuple[int, int, Gaps] | None = None
+    seen: tuple[int, int, IdSet] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ class StalenessAwareSampler(Sampler):
             known = self._known  # before the window, which then is not the older of them
             changes, deleted, window = storage.changes.number, storage.epochs.deleted, storage.window
             place = self._place(storage)  # after `deleted`, which move when it does
-            seen = deleted, changes, window.gaps
+            seen = deleted, changes, window.deleted
             if seen == known.seen and window == known.window:
                 break
             if seen != known.seen or not window.low < known.window.last <= window.last:

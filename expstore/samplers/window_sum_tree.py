@@ -82,8 +82,8 @@ class WindowTree:
             moved, self._version = filter.moved(self._version), filter.version
             if moved is None:
                 self.drop()
-            shown = filter.shown(storage)
-            window = shown if narrow is None else narrow(shown)
+            readable = filter.readable(storage)
+            window = readable if narrow is None else narrow(readable)
             return self._follow(storage, window, self._times_mass(filter, weigh), moved)
 
     @staticmethod
@@ -93,13 +93,15 @@ class WindowTree:
     def _follow(
         self, storage: ReadView, window: Window, weigh: Weigh, moved: IntArray | None = None
     ) -> SumTree:
-        tree, shown, deleted = self.tree, self.window, storage.epochs.deleted
+        tree, readable, deleted = self.tree, self.window, storage.epochs.deleted
         changed = moved is not None and moved.size > 0
-        if tree is not None and (deleted, window) == (self.deleted, shown) and not changed:
+        if tree is not None and (deleted, window) == (self.deleted, readable) and not changed:
             return tree
         # The shape decides how sums are rounded: it must follow from the rows alone, not from the past.
         size = storage.geometry.slots or 1 << max(12, (window.last - 1).bit_length())
-        followed = shown.low <= window.low <= shown.last <= window.last and shown.gaps == window.gaps
+        followed = (
+            readable.low <= window.low <= readable.last <= window.last and readable.deleted == window.deleted
+        )
         if tree is None or deleted != self.deleted or not followed:
             tree = new_sum_tree(size)
             places = storage.geometry.slot_of(window.ids())
@@ -108,9 +110,9 @@ class WindowTree:
             tree.fill(weights)
         else:
             tree.grow(size)
-            gone = storage.geometry.slot_of(np.arange(shown.low + 1, window.low + 1))
+            gone = storage.geometry.slot_of(np.arange(readable.low + 1, window.low + 1))
             tree.set(gone, np.zeros(gone.size))
-            new = storage.geometry.slot_of(np.arange(shown.last + 1, window.last + 1))
+            new = storage.geometry.slot_of(np.arange(readable.last + 1, window.last + 1))
             if changed and moved is not None:
                 new = np.concatenate([new, moved[window.holds(storage.geometry.ids_in(moved, window.last))]])
             tree.set(new, weigh(new))

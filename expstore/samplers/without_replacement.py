@@ -303,8 +303,8 @@ def _key_of(generator: np.random.Generator) -> tuple[int, int]:
 def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, of `size`; in a full ring a row's number is its index."""
     window = storage.window
-    if window.gaps:
-        return _beside_gaps(storage, window, places)
+    if window.deleted:
+        return _skip_deleted(storage, window, places)
     if storage.capacity is None:
         return places + window.low
     if size == storage.capacity:
@@ -313,7 +313,7 @@ def _indices(storage: ReadView, size: int, places: IntArray) -> IntArray:
     return indices
 
 
-def _beside_gaps(storage: ReadView, window: Window, places: IntArray) -> IntArray:
+def _skip_deleted(storage: ReadView, window: Window, places: IntArray) -> IntArray:
     """Return the indices of rows number `places`, in the order of their indices, where some were given up."""
     if storage.capacity is None:
         indices: IntArray = window.nth(places) - 1

@@ -111,8 +111,8 @@ def describe(node: dict[str, Any]) -> str:
         node: A node that `unpack_specs` returned.
     """
     few = islice(_nodes(node, ()), _FEW + 1)
-    shown = [f"{key_name(path)} {_words(node)}".strip() for path, node in few]
-    return ", ".join(shown[:_FEW]) + (", ..." if len(shown) > _FEW else "")
+    listed = [f"{key_name(path)} {_words(node)}".strip() for path, node in few]
+    return ", ".join(listed[:_FEW]) + (", ..." if len(listed) > _FEW else "")
 
 
 def _nodes(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:

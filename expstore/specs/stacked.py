@@ -474,7 +474,7 @@ class StackedComposite(_Stack[Composite], Composite):
         return self.dim == other.dim and self._parts == other._parts
 
     def __repr__(self) -> str:
-        shown = ",\n".join(f"{key}: {spec!r}" for key, spec in self.entries())
+        shared = ",\n".join(f"{key}: {spec!r}" for key, spec in self.entries())
         common = {key for key, _ in self.entries()}
         own = []
         for number, part in enumerate(self._parts):
@@ -482,7 +482,7 @@ class StackedComposite(_Stack[Composite], Composite):
             if lines:
                 own.append(f"{number} ->\n" + indent(",\n".join(lines), " " * 4))
         facts = [
-            "fields={\n" + indent(shown, " " * 4) + "}",
+            "fields={\n" + indent(shared, " " * 4) + "}",
             "exclusive_fields={\n" + indent(",\n".join(own), " " * 4) + "}",
             f"device={self.device}",
             f"shape={self.shape}",

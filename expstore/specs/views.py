@@ -15,10 +15,10 @@ from expstore.specs.batch_dims import BatchDims
 __all__ = ["ItemsView", "KeysView", "NestedKey", "ValuesView"]
 
 NestedKey = str | tuple[str, ...]
-_Shown = TypeVar("_Shown")
+_Item = TypeVar("_Item")
 
 
-class _View(Generic[_Shown]):
+class _View(Generic[_Item]):
     """Show a composite's entries, in the order in which they were set.
 
     Args:

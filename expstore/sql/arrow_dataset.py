@@ -22,13 +22,13 @@ from expstore.errors import CorruptionError, ExpStoreError, QueryError
 if TYPE_CHECKING:
     from expstore.sql.views import Packed
 
-__all__ = ["ShownDataset"]
+__all__ = ["ViewDataset"]
 
 _NUMBER = "__number"
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
+class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
     """An Arrow dataset that converts columns while DuckDB reads them.
 
     16-bit floats, which DuckDB does not support, are converted to 32-bit floats, objects to text. Reading a
@@ -68,14 +68,14 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
     def schema(self) -> pa.Schema:
         """The columns with the types that DuckDB sees."""
         raw = [*self._raw.schema, *(pa.field(name, one.kind) for name, one in self._packed.items())]
-        shown = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in raw]
-        shown += [pa.field(name, pa.string()) for name in self._texts]
-        return pa.schema([*shown, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
+        visible = [pa.field(f.name, _as_float(f.type)) if f.name in self._half else f for f in raw]
+        visible += [pa.field(name, pa.string()) for name in self._texts]
+        return pa.schema([*visible, *(pa.field(name, kind) for name, (kind, _) in self._lost.items())])
 
     def scanner(self, columns: Sequence[str] | None = None, filter: Any = None) -> _Scan:
         """Return a scan of `columns` over the rows that pass `filter`."""
-        shown = self.schema
-        columns = shown.names if columns is None else columns
+        visible = self.schema
+        columns = visible.names if columns is None else columns
         names = set(columns)
         # The filter may name further columns. A word that is not a column name only costs time.
         asked = set(re.findall(r"\w+", str(filter))) if filter is not None else set()
@@ -88,7 +88,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
         raw = self._raw.select(kept)
         for name in [name for name in self._texts if name in names]:
             raw = raw.append_column(name, pa.chunked_array(map(_as_texts, self._texts[name]), pa.string()))
-        batches = self._batches(raw, pa.schema([shown.field(name) for name in raw.column_names]))
+        batches = self._batches(raw, pa.schema([visible.field(name) for name in raw.column_names]))
         packed = [name for name in self._packed if name in names]
         if packed and asked & set(packed):
             batches = _filtered(self._unpacked(batches, packed, None), filter)
@@ -96,7 +96,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
             batches = self._unpacked(batches, packed, filter)
         elif filter is not None:
             batches = _filtered(batches, filter)
-        schema = pa.schema([shown.field(name) for name in columns])
+        schema = pa.schema([visible.field(name) for name in columns])
         return _Scan(schema, (batch.select(schema.names) for batch in batches))
 
     def _batches(self, raw: pa.Table, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -13,17 +13,17 @@ import pyarrow as pa
 
 from expstore.schema.arrow_types import ragged_of, to_type
 
-__all__ = ["Shown"]
+__all__ = ["SqlValues"]
 
 
-class Shown:
+class SqlValues:
     """Convert columns of one type to a type that DuckDB supports.
 
     Args:
         text: The text of the Arrow type, as in `Field.arrow`.
 
     Example:
-        >>> shown = Shown(ragged_text("float16", (None,)))
+        >>> shown = SqlValues(ragged_text("float16", (None,)))
         >>> shown.kind
         ListType(list<item: float>)
     """
@@ -33,40 +33,40 @@ class Shown:
         self._bits = found is not None and found.dtype == "bfloat16"
         self._raw = to_type(text)
         #: The type of the converted column.
-        self.kind: pa.DataType = _shown(self._raw, bits=self._bits)
+        self.kind: pa.DataType = _sql_type(self._raw, bits=self._bits)
 
     def of(self, column: pa.Array) -> pa.Array:
         """Return a column converted to `kind`: itself if it has this type, otherwise a copy."""
         return column if self.kind.equals(self._raw) else _map(column, self.kind)
 
 
-def _shown(kind: pa.DataType, *, bits: bool) -> pa.DataType:
+def _sql_type(kind: pa.DataType, *, bits: bool) -> pa.DataType:
     if pa.types.is_float16(kind) or (bits and kind == pa.uint16()):
         return pa.float32()
     if pa.types.is_decimal256(kind):
         return pa.string()
     if pa.types.is_struct(kind):
-        return pa.struct([(part.name, _shown(part.type, bits=bits)) for part in kind])
+        return pa.struct([(part.name, _sql_type(part.type, bits=bits)) for part in kind])
     if pa.types.is_map(kind):
-        return pa.map_(_shown(kind.key_type, bits=bits), _shown(kind.item_type, bits=bits))
+        return pa.map_(_sql_type(kind.key_type, bits=bits), _sql_type(kind.item_type, bits=bits))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_shown(kind.value_type, bits=bits), kind.list_size)
+        return pa.list_(_sql_type(kind.value_type, bits=bits), kind.list_size)
     if pa.types.is_list(kind):
-        return pa.list_(_shown(kind.value_type, bits=bits))
-    return pa.large_list(_shown(kind.value_type, bits=bits)) if pa.types.is_large_list(kind) else kind
+        return pa.list_(_sql_type(kind.value_type, bits=bits))
+    return pa.large_list(_sql_type(kind.value_type, bits=bits)) if pa.types.is_large_list(kind) else kind
 
 
 def _map(column: Any, kind: pa.DataType) -> Any:
     """Convert a column to a type. Done here because Arrow cannot cast bits of bfloat16."""
     if column.type.equals(kind):
         return column
-    gaps = column.is_null() if column.null_count else None
+    nulls = column.is_null() if column.null_count else None
     if pa.types.is_struct(kind):
         parts = [_map(part, of.type) for part, of in zip(column.flatten(), kind, strict=True)]
-        return pa.StructArray.from_arrays(parts, [part.name for part in kind], mask=gaps)
+        return pa.StructArray.from_arrays(parts, [part.name for part in kind], mask=nulls)
     if pa.types.is_list(kind):
         starts = column.offsets.to_numpy()
-        missing = None if gaps is None else np.append(gaps.to_numpy(zero_copy_only=False), False)
+        missing = None if nulls is None else np.append(nulls.to_numpy(zero_copy_only=False), False)
         offsets = pa.array(
             starts, mask=missing
         )  # Arrow cannot combine a mask with the offsets of a sliced array
@@ -74,7 +74,7 @@ def _map(column: Any, kind: pa.DataType) -> Any:
     if pa.types.is_fixed_size_list(kind):
         size = kind.list_size
         values = column.values.slice(column.offset * size, len(column) * size)
-        return pa.FixedSizeListArray.from_arrays(_map(values, kind.value_type), size, mask=gaps)
+        return pa.FixedSizeListArray.from_arrays(_map(values, kind.value_type), size, mask=nulls)
     if column.type != pa.uint16():
         return column.cast(kind)
     bits = column.fill_null(0).to_numpy().astype("<u4") << np.uint32(16)

@@ -290,17 +290,17 @@ class Conditions:
     ) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         """Open a cursor and return it with the text to put after FROM."""
         fields = [needs.schema.fields[place] for place in needs.fields]
-        shown = [Column(("_id",), "int64", (), [ids])]
-        shown += [
+        stored = [Column(("_id",), "int64", (), [ids])]
+        stored += [
             Column((name,), "int64", (), [values])
             for name, values in zip(needs.rows, columns[len(fields) :], strict=True)
         ]
-        shown += [
+        stored += [
             Column(entry.key, entry.dtype, entry.shape, [values], arrow=entry.arrow)
             for entry, values in zip(fields, columns[: len(fields)], strict=True)
         ]
         with self._cursor(needs) as cursor:
-            Relations(shown, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "transitions")
+            Relations(stored, None, capacity, needs.tops, ("_id", *needs.rows)).attach(cursor, "transitions")
             if self.facts:
                 cursor.register("__facts", facts)
                 yield cursor, _with_episodes(self.facts)

@@ -13,12 +13,12 @@ import duckdb
 from expstore.errors import ExpStoreError
 from expstore.sql.views import ROW_COLUMNS, Relations
 
-__all__ = ["ARCHIVED", "SHOWN", "History"]
+__all__ = ["ARCHIVED", "HISTORY_COLUMNS", "History"]
 
 #: The column that tells whether a row was evicted from the ring.
 ARCHIVED = "_archived"
 #: Column names of `history` that no field can have.
-SHOWN = (*ROW_COLUMNS, ARCHIVED)
+HISTORY_COLUMNS = (*ROW_COLUMNS, ARCHIVED)
 # Values that a row has only while it is in the ring.
 _OF_THE_RING = ("_index", "_priority", "_sampled")
 

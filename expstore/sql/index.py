@@ -20,7 +20,7 @@ import duckdb
 
 from expstore.core.values import Array
 from expstore.disk.files import Disk
-from expstore.disk.interruptible_calls import Aside
+from expstore.disk.interruptible_calls import InterruptibleCalls
 from expstore.episodes.log import LogEntry
 from expstore.errors import (
     CorruptionError,
@@ -97,7 +97,7 @@ class Index:
         self._committing = threading.Lock()
         self._cursors = threading.Lock()
         self._gate = _Gate()
-        self._aside = Aside()
+        self._calls = InterruptibleCalls()
 
     @classmethod
     def open(
@@ -129,7 +129,7 @@ class Index:
             try:
                 index._open_file(path)
             except CorruptionError as exc:
-                index._set_aside(path, exc.message)
+                index._quarantine(path, exc.message)
         return index
 
     def commit(self, delta: Delta, *, last: Mapping[str, object] | None = None) -> None:
@@ -184,7 +184,7 @@ class Index:
         self._check_open()
         values = _plain(params)
         with self._cursor("query") as cursor:
-            return self._aside.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
+            return self._calls.run(lambda: _answer(cursor, sql, values, relations, read), cursor.interrupt)
 
     def find_episode(self, number: int) -> LogEntry | None:
         """Return an episode's log entry as of the last commit, or None if no episode has this id.
@@ -238,7 +238,7 @@ class Index:
             return  # closing the parent's connection here would write to the parent's file
         with self._committing, self._gate.alone():
             con, self._con, self._closed = self._con, None, True
-            self._aside.close()
+            self._calls.close()
             if con is None:
                 return
             try:
@@ -392,7 +392,7 @@ class Index:
 
     def _put(self, temp: Path, path: Path, damage: str | None) -> None:
         if damage is not None:
-            self._set_aside(path, damage)
+            self._quarantine(path, damage)
         # Remove the old log first: DuckDB would replay it into the new file of the same name.
         self._remove(path, *_LOG_SUFFIXES)
         self._disk.rename(temp, path)
@@ -403,15 +403,15 @@ class Index:
             if self._disk.exists(name := path.with_name(path.name + suffix)):
                 self._disk.unlink(name)
 
-    def _set_aside(self, path: Path, reason: str) -> None:
+    def _quarantine(self, path: Path, reason: str) -> None:
         number = 1
-        while self._disk.exists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        while self._disk.exists(damaged := path.with_name(f"{path.name}.damaged-{number}")):
             number += 1
         for suffix in ("", *_LOG_SUFFIXES):
             if self._disk.exists(old := path.with_name(path.name + suffix)):
-                self._disk.rename(old, aside.with_name(aside.name + suffix))
+                self._disk.rename(old, damaged.with_name(damaged.name + suffix))
         self._disk.sync_dir(path.parent)
-        self.notice = f"{path.name} cannot be used; it was renamed to {aside.name} and is rebuilt: {reason}"
+        self.notice = f"{path.name} cannot be used; it was renamed to {damaged.name} and is rebuilt: {reason}"
 
 
 #: The relations that come from the index alone, with their columns: an older index may order them

@@ -46,7 +46,7 @@ def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable
         text = cursor.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchall()[0][0]
         tree = json.loads(text)
         tops = {member[0].lower() for member in wanted}
-        if tree.get("error", True) or _is_wide(tree, tops, shown=True):
+        if tree.get("error", True) or _is_wide(tree, tops, visible=True):
             return wanted
         tables = [one for one in _dicts(tree) if one.get("alias") and "class" not in one]
         aliases = {*_TABLES, *(str(one["alias"]).lower() for one in tables)}
@@ -69,30 +69,30 @@ def _reaches(reference: list[str], member: Key) -> bool:
     return False
 
 
-def _is_wide(tree: Any, tops: set[str], *, shown: bool) -> bool:
+def _is_wide(tree: Any, tops: set[str], *, visible: bool) -> bool:
     """Return whether a statement may use columns that it does not name.
 
     Args:
         tree: Part of a parsed statement.
         tops: Names of the columns of interest, lower case.
-        shown: Whether a `*` in this part may include columns of rows.
+        visible: Whether a `*` in this part may include columns of rows.
     """
     if isinstance(tree, list):
-        return any(_is_wide(one, tops, shown=shown) for one in tree)
+        return any(_is_wide(one, tops, visible=visible) for one in tree)
     if not isinstance(tree, dict):
         return isinstance(tree, str) and tree.lower() not in _TABLES and bool(_NAMED.search(tree.lower()))
     if "from_table" in tree:
-        shown = _reads_rows(tree["from_table"])
+        visible = _reads_rows(tree["from_table"])
     if tree.get("class") == "POSITIONAL_REFERENCE":
         return True
-    if shown and tree.get("class") == "STAR" and not _leaves_out(tree, tops):
+    if visible and tree.get("class") == "STAR" and not _leaves_out(tree, tops):
         return True
     if tree.get("column_name_alias") or tree.get("ref_type") == "NATURAL":
         return True
     source = tree.get("from_table")
     if isinstance(source, dict) and any(one.get("type") not in _PLAIN for one in _tables(source)):
         return True
-    return any(_is_wide(value, tops, shown=shown) for value in tree.values())
+    return any(_is_wide(value, tops, visible=visible) for value in tree.values())
 
 
 def _leaves_out(star: dict[str, Any], tops: set[str]) -> bool:

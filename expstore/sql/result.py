@@ -19,7 +19,7 @@ from expstore.errors import StorageError
 
 __all__ = ["Result"]
 
-_ROWS_SHOWN = 10
+_PREVIEW_ROWS = 10
 _WIDTH = 100
 _CELL = 28
 _ITEMS = 3
@@ -104,12 +104,12 @@ class Result:
     def __repr__(self) -> str:
         names = [_elide(name) for name in self.columns]
         rows = [
-            [_elide(_short(value)) for value in row] for row in _tuples(self._table.slice(0, _ROWS_SHOWN))
+            [_elide(_short(value)) for value in row] for row in _tuples(self._table.slice(0, _PREVIEW_ROWS))
         ]
         widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
         fitting = max(1, sum(sum(widths[: k + 1]) + 2 * k <= _WIDTH for k in range(len(widths))))
         lines = ["  ".join(map(str.ljust, row[:fitting], widths)).rstrip() for row in (names, *rows)]
-        more = [f"{len(self)} rows"] if len(self) > _ROWS_SHOWN else []
+        more = [f"{len(self)} rows"] if len(self) > _PREVIEW_ROWS else []
         if fitting < len(names):
             more.append(
                 f"{len(names) - fitting} more columns: {_elide(', '.join(self.columns[fitting:]), _WIDTH)}"

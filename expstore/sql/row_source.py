@@ -47,7 +47,7 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
     unviewed = storage.unviewed_places | {n for n, entry in enumerate(schema.fields) if entry.variable}
     places = [place for place in range(fields + len(ROW_FIELDS)) if place not in unviewed]
     found: dict[int, Any] = {}
-    scattered = _Scattered(storage, window) if len(window.gaps) > _MANY_RUNS else None
+    scattered = _Scattered(storage, window) if len(window.deleted) > _MANY_RUNS else None
     if scattered is None:
         found = dict(zip(places, zip(*_as_readable(storage, places, window), strict=True), strict=True))
     else:
@@ -87,14 +87,14 @@ def history_of(storage: ReadView, window: Window, older: Beside) -> History:
         window: The readable ids of the ring.
         older: The archive, captured before `window` was read.
     """
-    from expstore.sql.history_view import SHOWN, History
+    from expstore.sql.history_view import HISTORY_COLUMNS, History
     from expstore.sql.index import Relations
     from expstore.sql.views import call_tops
 
     schema = storage.schema
     if schema is None:
         return History(Relations(), Relations(), window.low, window.last)
-    tops = call_tops(schema.keys, SHOWN)
+    tops = call_tops(schema.keys, HISTORY_COLUMNS)
     held = replace(relations_of(storage, with_left(storage, window, older.through)), tops=tops)
     there = relations_of(older.archive, older.window).columns
     ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
@@ -124,7 +124,7 @@ class _Scattered:
 
     Args:
         storage: The storage to read.
-        window: The readable ids; it has gaps.
+        window: The readable ids; some are deleted.
     """
 
     def __init__(self, storage: ReadView, window: Window) -> None:

@@ -122,7 +122,7 @@ class Catalog:
                 moved = (
                     changes != storage.changes.number
                     or changes & 1
-                    or window.gaps != storage.query_window.gaps
+                    or window.deleted != storage.query_window.deleted
                 )
                 if alone or (storage.intact(oldest) and not moved):
                     return result

@@ -20,7 +20,7 @@ import pyarrow as pa
 from expstore.core.values import Array, IntArray, Key, Window
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 from expstore.schema.schema import OBJECT
-from expstore.sql.arrow_values import Shown
+from expstore.sql.arrow_values import SqlValues
 from expstore.sql.projection import named_members
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _MAY_READ_ROWS = re.compile(
 #: The type and the error of a column that cannot be read.
 _Lost = tuple[pa.DataType, CorruptionError]
 #: Field dtype -> (dtype under which DuckDB sees the bytes, DuckDB's name of the type, values per item).
-_SHOWN: dict[str, tuple[str, str, int]] = {
+_SQL_TYPES: dict[str, tuple[str, str, int]] = {
     "bool": ("u1", "BOOLEAN", 1),
     "uint8": ("u1", "UTINYINT", 1),
     "int8": ("i1", "TINYINT", 1),
@@ -147,8 +147,8 @@ class Relations:
             cursor.execute(_FRAGMENTS.format(low=int(self.window.low), high=int(self.window.last)))
         refused: list[ExpStoreError] = []
         if _MAY_READ_ROWS.search(text):
-            shown = self.show(cursor, sql, _TABLE, refused)
-            cursor.execute(f"CREATE TEMP VIEW transitions AS {shown}")
+            visible = self.show(cursor, sql, _TABLE, refused)
+            cursor.execute(f"CREATE TEMP VIEW transitions AS {visible}")
             if self.columns and "priorities" in text:
                 cursor.execute(
                     f"CREATE TEMP VIEW priorities AS SELECT _id AS id, _priority AS priority FROM {_TABLE}"
@@ -205,10 +205,10 @@ class Relations:
         }
         if half or lost or texts or packed:
             from expstore.sql.arrow_dataset import (
-                ShownDataset,  # loads pyarrow.dataset, and with it pandas: 0.2 s
+                ViewDataset,  # loads pyarrow.dataset, and with it pandas: 0.2 s
             )
 
-            raw = ShownDataset(raw, half, lost, texts, packed, refused)
+            raw = ViewDataset(raw, half, lost, texts, packed, refused)
         cursor.register(table, raw)
         return f"SELECT {_select(items, names, index, tops)} FROM {table}"
 
@@ -239,11 +239,11 @@ class _Item:
         self.column = column
         self.shape: tuple[int, ...] = ()
         self.stored = True
-        self.loose = Shown(column.arrow) if column.arrow else None
+        self.loose = SqlValues(column.arrow) if column.arrow else None
         if self.loose is not None:
             return
-        shown, self.kind, width = _SHOWN[column.dtype]
-        self.dtype = np.dtype(shown)
+        visible, self.kind, width = _SQL_TYPES[column.dtype]
+        self.dtype = np.dtype(visible)
         self.shape = () if column.shape == (1,) else column.shape
         if width > 1:
             self.shape += (width,)
@@ -362,8 +362,8 @@ def _select(items: Sequence[_Item], names: Sequence[str], index: str, tops: Mapp
         for part in item.column.key[:-1]:
             branch = branch.setdefault(part, {})
         branch[item.column.key[-1]] = item.expression()
-    shown = [index if name == "_index" else name for name in names]
-    return ", ".join([*shown, *(f"{_struct(value)} AS {_quote(tops[top])}" for top, value in tree.items())])
+    visible = [index if name == "_index" else name for name in names]
+    return ", ".join([*visible, *(f"{_struct(value)} AS {_quote(tops[top])}" for top, value in tree.items())])
 
 
 def _struct(value: str | dict[str, Any]) -> str:

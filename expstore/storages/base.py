@@ -35,7 +35,7 @@ from expstore.storages.description import Description
 from expstore.storages.read_view import ReadView, closed_error
 from expstore.storages.row_settings import RowSettings
 from expstore.storages.snapshot_access import SnapshotAccess
-from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshot_pin import SnapshotPin
 
 __all__ = ["REWARD", "Hook", "Keys", "Rows", "Storage", "find_keys", "now_us"]
 
@@ -87,7 +87,7 @@ class Storage(ReadView):
         super().__init__(made, disk=disk, path=path, index_path=index_path)
         self.changes: ChangeLog = ChangeLog()
         #: Makes writers wait while rows are copied for a snapshot.
-        self.hold = Hold(self.locks.order, self.counters)
+        self.snapshot_pin = SnapshotPin(self.locks.order, self.counters)
         self._counting = False  # whether counts are kept from the first row on
 
     # -- appending ---------------------------------------------------------------------------------
@@ -142,8 +142,8 @@ class Storage(ReadView):
 
     def _admit(self, rows: Rows) -> None:
         """Wait until rows may be written, and evict the rows that a long batch overwrites."""
-        if self.hold.first and self.geometry.slots is not None:
-            self.hold.wait(rows.last_id - self.geometry.slots)
+        if self.snapshot_pin.first and self.geometry.slots is not None:
+            self.snapshot_pin.wait(rows.last_id - self.geometry.slots)
         self._make_room(rows.count)
 
     def _make_room(self, count: int) -> None:
@@ -342,9 +342,9 @@ class Storage(ReadView):
         state, depth = self._state, self.geometry.depth
         if depth is None:
             # The space of rows that leave a store without a capacity is freed.
-            gaps, retired = state.window.gaps, state.retired
+            deleted, retired = state.window.deleted, state.retired
             kept = not retired or ids.size == 0 or int(ids.min()) > retired
-            return kept and not (gaps and gaps.holds(ids).any())
+            return kept and not (deleted and deleted.holds(ids).any())
         return state.horizon <= depth or ids.size == 0 or int(ids.min()) > state.horizon - depth
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:

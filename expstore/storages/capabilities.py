@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import Array, IntArray, Key
 from expstore.episodes.table import Run
-from expstore.storages.new_field import Coming
+from expstore.storages.new_field import NewField
 
 __all__ = ["FieldChanges", "GivenUp", "Retention", "RowAppending"]
 
@@ -23,11 +23,11 @@ class FieldChanges(Protocol):
     Threads: one field is added or dropped at a time; others write and read meanwhile, and wait for its end.
     """
 
-    def add(self, coming: Coming) -> None:
+    def add(self, new_field: NewField) -> None:
         """Have one more field.
 
         Args:
-            coming: Which one, and the values of the rows that are there.
+            new_field: Which one, and the values of the rows that are there.
 
         Raises:
             SchemaError: Rows cannot have such a field.
@@ -107,7 +107,7 @@ class Retention(Protocol):
             StorageError: The disk failed; nothing was changed.
         """
 
-    def rows_of(self, episodes: IntArray) -> Gaps:
+    def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, but for those that are open. The lock is held."""
 
     def bytes_per_row(self) -> float:

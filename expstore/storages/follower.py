@@ -453,7 +453,7 @@ class FollowerStorage(ReadView):
         low = view.retired
         if self.capacity is not None:
             low = max(low, last - self.capacity, view.horizon - self.capacity - self.geometry.spare)
-        return Window(min(low, last), last, self.manifest.gaps)
+        return Window(min(low, last), last, self.manifest.deleted)
 
     def _look_further(self, last: int) -> None:
         """Open the files for the ids up to `last`."""

@@ -112,7 +112,7 @@ def _sorted(storage: ReadView) -> IntArray:
     """Return the readable ids of whole steps, in the order of their indices. Shape `(rows,)`."""
     window = storage.window
     ids = window.ids()
-    if window.gaps and storage.geometry.lanes > 1:  # a repair may have deleted some cells of a step
+    if window.deleted and storage.geometry.lanes > 1:  # a repair may have deleted some cells of a step
         _, step, cells = np.unique(
             (ids - 1) // storage.geometry.lanes, return_inverse=True, return_counts=True
         )

@@ -26,8 +26,8 @@ from expstore.storages.columns.flat import WIDE_ROW
 from expstore.storages.columns.prefetching import RowPrefetcher
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.engine.backfill import Filler, Reshaping, check_coming, check_going, places_without
-from expstore.storages.new_field import Coming
+from expstore.storages.engine.backfill import Filler, Reshaping, check_going, check_new_field, places_without
+from expstore.storages.new_field import NewField
 from expstore.storages.row_state import EpisodeList, RowState
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.portable_storage import PortableStorage
@@ -93,17 +93,18 @@ class MemoryStorage(PortableStorage):
         """Adds and drops fields."""
         return _Fields(self)
 
-    def _add_field(self, coming: Coming) -> None:
+    def _add_field(self, new_field: NewField) -> None:
         with self._reshaping.act():
             with self.lock:
                 self.writer()
-                check_coming(self, coming.entry)
+                check_new_field(self, new_field.entry)
                 known = self.require_schema()
-                schema = known.grown(coming.entry, coming.default)
+                schema = known.grown(new_field.entry, new_field.default)
                 column = _Column(
-                    self, np.zeros((len(self._columns[0]), *coming.entry.shape), coming.entry.numpy_dtype)
+                    self,
+                    np.zeros((len(self._columns[0]), *new_field.entry.shape), new_field.entry.numpy_dtype),
                 )
-            filler = Filler(self, coming, column)
+            filler = Filler(self, new_field, column)
             filler.run_ahead()
             with self.lock:
                 self.writer()
@@ -113,7 +114,7 @@ class MemoryStorage(PortableStorage):
                 filler.finish()
                 place = len(known.fields)
                 self._reshape(
-                    schema, coming.specs, [*self._columns[:place], column.rows, *self._columns[place:]]
+                    schema, new_field.specs, [*self._columns[:place], column.rows, *self._columns[place:]]
                 )
 
     def _drop_field(self, key: Key, specs: str) -> None:
@@ -163,7 +164,7 @@ class MemoryStorage(PortableStorage):
 
     def _replace_content(self, content: ContentLike) -> None:
         with self.lock:
-            self.hold.wait()
+            self.snapshot_pin.wait()
             arrival = Arrival.of(content, self)
             manifest = arrival.manifest
             columns, priorities, table = self._arrange(arrival)
@@ -180,7 +181,7 @@ class MemoryStorage(PortableStorage):
                 self.priorities.restore(priorities, base["max_priority"])
                 self._adopt(
                     RowState(
-                        window=Window(arrival.low, arrival.last, manifest.gaps),
+                        window=Window(arrival.low, arrival.last, manifest.deleted),
                         horizon=arrival.last,
                         retired=arrival.low,
                         write_count=base["write_count"],
@@ -214,7 +215,7 @@ class MemoryStorage(PortableStorage):
             found[1].append(arrays[-3])
         if arrival.count:
             episodes, steps = (np.concatenate(parts) for parts in found)
-            ids = Window(arrival.low, arrival.last, manifest.gaps).ids()
+            ids = Window(arrival.low, arrival.last, manifest.deleted).ids()
             at = ids - arrival.low - 1
             table.load_rows(ids, episodes[at], steps[at])
         return columns, priorities, table
@@ -231,7 +232,7 @@ class MemoryStorage(PortableStorage):
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        self.hold.wait()
+        self.snapshot_pin.wait()
         slots = self.geometry.slot_of(ids)
         with self._changing(slots):
             kept = [*self._columns, self.priorities.values]
@@ -310,9 +311,9 @@ class _Fields:
     def __init__(self, storage: MemoryStorage) -> None:
         self._storage = storage
 
-    def add(self, coming: Coming) -> None:
+    def add(self, new_field: NewField) -> None:
         """Have one more field: all of it, or nothing."""
-        self._storage._add_field(coming)
+        self._storage._add_field(new_field)
 
     def drop(self, key: Key, specs: str) -> None:
         """Have one field less: all of it goes, or nothing."""

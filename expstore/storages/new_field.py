@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from expstore.core.values import Array, IntArray
 from expstore.schema.schema import Field
 
-__all__ = ["Coming", "Compute", "Progress"]
+__all__ = ["Compute", "NewField", "Progress"]
 
 #: Returns those of some rows that are still there, and their values: ids of shape `(n,)`, ascending.
 Compute = Callable[[IntArray], tuple[IntArray, Array]]
@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Coming:
+class NewField:
     """Say which field comes.
 
     Args:

@@ -152,7 +152,7 @@ class RowState:
         low = self.retired
         if capacity is not None and last - capacity > low:
             low = last - capacity
-        self.window = Window(min(low, last), last, self.window.gaps)
+        self.window = Window(min(low, last), last, self.window.deleted)
         self.write_count += count
         self.content = position
 

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from expstore.core.lock_order import LockOrder
 from expstore.storages.stats import Counters
 
-__all__ = ["Hold"]
+__all__ = ["SnapshotPin"]
 
 
-class Hold:
+class SnapshotPin:
     """Keep rows unchanged until they are copied.
 
     Threads: one copies at a time, the next one waits; any number of writers may wait. Processes: a forked
@@ -36,16 +36,16 @@ class Hold:
     def _begin(self) -> None:
         #: The oldest id that must not change; 0: no id is pinned. Read without a lock.
         self.first = 0
-        self._moved = threading.Condition(self._order.ranked("hold", threading.Lock()))
-        self._turn = self._order.ranked("dump", threading.Lock())
+        self._moved = threading.Condition(self._order.ranked("pin", threading.Lock()))
+        self._copying = self._order.ranked("dump", threading.Lock())
         self._pid = os.getpid()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def acquire(self) -> Iterator[None]:
         """Let only the caller copy during the block; release all rows at its end, also after an error."""
         if os.getpid() != self._pid:
             self._begin()
-        with self._turn:
+        with self._copying:
             try:
                 yield
             finally:

@@ -63,7 +63,7 @@ class ZarrStorage(Store):
         disk: Disk | None = None,
         segment_bytes: int | None = None,
     ) -> None:
-        settings = (settings or Settings()).with_leaving(retain)
+        settings = (settings or Settings()).with_retention(retain)
         asked: dict[str, Any] = {"ndim": ndim, "layout": ask_layout(layout, fields, share_next)}
         given = {name: value for name, value in asked.items() if value is not None}
         settings = dataclasses.replace(settings, storage=settings.storage or "zarr", **given)

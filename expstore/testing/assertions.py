@@ -43,15 +43,15 @@ def same(found: Any, expected: Any, what: str) -> None:
         if found.shape != expected.shape or found.dtype != expected.dtype:
             raise AssertionError(
                 f"{what}: got {found.dtype}{list(found.shape)}, expected {expected.dtype}"
-                f"{list(expected.shape)}; {_shown(found)} instead of {_shown(expected)}"
+                f"{list(expected.shape)}; {_describe(found)} instead of {_describe(expected)}"
             )
         if found.tobytes() != expected.tobytes():
             differ = [n for n, pair in enumerate(zip(found, expected, strict=True)) if _differ(*pair)]
             raise AssertionError(
-                f"{what}: rows {differ[:8]} differ: {_shown(found)} instead of {_shown(expected)}"
+                f"{what}: rows {differ[:8]} differ: {_describe(found)} instead of {_describe(expected)}"
             )
     elif found != expected:
-        raise AssertionError(f"{what}: got {_shown(found)}, expected {_shown(expected)}")
+        raise AssertionError(f"{what}: got {_describe(found)}, expected {_describe(expected)}")
 
 
 @contextmanager
@@ -84,6 +84,6 @@ def _differ(one: Any, other: Any) -> bool:
     return np.asarray(one).tobytes() != np.asarray(other).tobytes()
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 400 else f"{text[:200]} ... {text[-190:]}"

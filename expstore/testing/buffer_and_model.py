@@ -21,7 +21,7 @@ from expstore.errors import NoRowError
 from expstore.storages.read_view import ReadView
 from expstore.testing.assertions import expect, raises, same
 from expstore.testing.model import Cell, Model, Row
-from expstore.testing.model_rows import hold, make_batch, patch_of
+from expstore.testing.model_rows import check_rows, make_batch, patch_of
 
 __all__ = ["Life", "Maker"]
 
@@ -216,12 +216,12 @@ class Life:
         """Check all rows by index, and single rows."""
         model, ordered = self.model, self.model.by_index
         found = rb[:] if model.lanes == 1 else rb[:].transpose(0, 1)  # with two dims time is the last one
-        hold(found, ordered, "[:]", trajectories=model.trajectories)
+        check_rows(found, ordered, "[:]", trajectories=model.trajectories)
         if model.lanes == 1:
             for place in {0, len(ordered) // 2, len(ordered) - 1}:
                 index = model.index_of(ordered[place].id)
                 one = rb[index]
-                hold(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
+                check_rows(one.unsqueeze(0), [ordered[place]], f"[{index}]", trajectories=model.trajectories)
 
     def look_at_columns(self, storage: ReadView) -> None:
         """Check rows by id, and the columns that every row has besides the user's fields."""
@@ -253,7 +253,7 @@ class Life:
         drawn = info["id"].tolist()
         expect(set(drawn) <= self.model.rows.keys(), f"sample returned deleted rows: {drawn}")
         rows = [self.model.rows[id] for id in drawn]
-        hold(batch, rows, "a draw", trajectories=self.model.trajectories)
+        check_rows(batch, rows, "a draw", trajectories=self.model.trajectories)
 
     def look_at_sql(self, rb: TensorDictReplayBuffer) -> None:
         """Check rows and episodes in SQL."""

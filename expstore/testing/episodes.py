@@ -16,12 +16,12 @@ from expstore.testing.assertions import expect, raises, same
 from expstore.testing.buffer_and_model import Life
 from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
-from expstore.testing.model_rows import hold
+from expstore.testing.model_rows import check_rows
 
 __all__ = ["EpisodeSuite"]
 
 #: Two interleaved trajectories, then a third one.
-_TURNS = [Cell(1), Cell(2), Cell(1), Cell(2, "t"), Cell(1), Cell(1, "T"), Cell(3), Cell(3)]
+_CELLS = [Cell(1), Cell(2), Cell(1), Cell(2, "t"), Cell(1), Cell(1, "T"), Cell(3), Cell(3)]
 
 
 class EpisodeSuite(Declared):
@@ -36,7 +36,7 @@ class EpisodeSuite(Declared):
             for run in life.model.runs():
                 found = life.rb.trajectory(run[0].episode)
                 rows = [row for part in life.model.runs() for row in part if row.episode == run[0].episode]
-                hold(found, rows, f"trajectory {run[0].episode}")
+                check_rows(found, rows, f"trajectory {run[0].episode}")
             with raises(NotFoundError, what="a trajectory that does not exist"):
                 life.rb.trajectory(1000)
             with raises(NotFoundError, what="a trajectory whose rows were overwritten"):
@@ -62,9 +62,9 @@ class EpisodeSuite(Declared):
         """Slices are consecutive steps of one episode, and every possible slice is drawn."""
         length = 3
         with self.life(tmp_path, sampler=lambda: SliceSampler(slice_len=length), batch_size=30) as life:
-            for turn in range(3):
+            for cycle in range(3):
                 _busy(life)
-                if turn == 1:
+                if cycle == 1:
                     life.lap(4)
                     _busy(life)
                 there = {
@@ -81,7 +81,7 @@ class EpisodeSuite(Declared):
     def test_facts_about_episodes(self, tmp_path: Path) -> None:
         """Annotations are written with rows or later, and remain when the rows are overwritten."""
         with self.life(tmp_path) as life:
-            life.rb.extend(life.batch(life.model.extend(_TURNS[:4], "a")), source="a", episode_info={"n": 1})
+            life.rb.extend(life.batch(life.model.extend(_CELLS[:4], "a")), source="a", episode_info={"n": 1})
             same(
                 life.rb.episodes.annotate(1, n=2, who="x"),
                 {"n": 2, "who": "x"},
@@ -142,7 +142,7 @@ def _busy(life: Life) -> None:
     def named(cells: list[Cell]) -> list[Cell]:
         return [Cell(first + cell.trajectory, cell.mark) for cell in cells]
 
-    life.extend(named(_TURNS), "a")
+    life.extend(named(_CELLS), "a")
     life.extend(named([Cell(7), Cell(7), Cell(8, "t")]), "b")
     life.add(Cell(first + 9))
     life.extend(named([Cell(3), Cell(4), Cell(3, "t")]), "a")

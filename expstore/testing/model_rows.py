@@ -17,7 +17,7 @@ from expstore.core.values import Array
 from expstore.testing.assertions import same
 from expstore.testing.model import Row
 
-__all__ = ["CHANGEABLE", "columns_of", "hold", "make_batch", "patch_of"]
+__all__ = ["CHANGEABLE", "check_rows", "columns_of", "make_batch", "patch_of"]
 
 #: The fields that a patch changes.
 CHANGEABLE = ("value", "pixels")
@@ -70,7 +70,7 @@ def patch_of(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(columns[name,]) for name in CHANGEABLE}
 
 
-def hold(batch: Any, rows: Sequence[Row], what: str, *, trajectories: bool = True) -> None:
+def check_rows(batch: Any, rows: Sequence[Row], what: str, *, trajectories: bool = True) -> None:
     """Raise AssertionError unless a batch consists of exactly these rows in this order, bit by bit.
 
     Args:

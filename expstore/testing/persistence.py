@@ -20,7 +20,7 @@ from expstore.testing.assertions import expect, raises, same
 from expstore.testing.buffer_and_model import Life
 from expstore.testing.declaration import Declared
 from expstore.testing.model import Cell
-from expstore.testing.model_rows import hold, make_batch
+from expstore.testing.model_rows import check_rows, make_batch
 
 __all__ = ["OutlivingSuite"]
 
@@ -174,9 +174,9 @@ class OutlivingSuite(Declared):
             return
         with copy.deepcopy(life.rb) as other:
             rows = life.model.live
-            hold(other[:], rows, "a copy's rows")
+            check_rows(other[:], rows, "a copy's rows")
             life.extend(9)
-            hold(other[:], rows, "a copy's rows after the original was extended")
+            check_rows(other[:], rows, "a copy's rows after the original was extended")
             other.extend(make_batch(rows))
             other.empty()
             life.look()
@@ -193,7 +193,7 @@ class OutlivingSuite(Declared):
                     life.rb.loads(folder)
                 life.look()
                 return
-            kept, shown = [], []
+            kept, drawn = [], []
             for count in (3, 30, 4100):
                 life.extend(count)
                 life.set_priorities({life.model.last: 2.0 + count})
@@ -201,22 +201,24 @@ class OutlivingSuite(Declared):
                     life.patch([life.model.last - 1])
                 same(life.rb.dumps(folder).rows, len(life.model.rows), "rows of a snapshot")
                 kept.append(life.model.by_index)
-                shown.append(life.rb.sample(9)["number"].tolist())
+                drawn.append(life.rb.sample(9)["number"].tolist())
             life.extend(11)
             life.look()
             for number in (2, 1, 3):
                 life.rb.loads(folder, number)
                 rows = kept[number - 1]
                 found = life.rb[:]
-                hold(found[found["number"].argsort()], sorted(rows, key=lambda row: row.serial), "loads")
-                same(life.rb.sample(9)["number"].tolist(), shown[number - 1], "the batch after loads")
+                check_rows(
+                    found[found["number"].argsort()], sorted(rows, key=lambda row: row.serial), "loads"
+                )
+                same(life.rb.sample(9)["number"].tolist(), drawn[number - 1], "the batch after loads")
             with raises(SnapshotError, what="a snapshot that does not exist"):
                 life.rb.loads(folder, 17)
             with self.life(tmp_path) as other:
                 other.rb.loads(folder, 1)
                 rows = sorted(kept[0], key=lambda row: row.serial)
-                hold(other.rb[:], rows, "loads into a new storage")
-                same(other.rb.sample(9)["number"].tolist(), shown[0], "the batch after loads elsewhere")
+                check_rows(other.rb[:], rows, "loads into a new storage")
+                same(other.rb.sample(9)["number"].tolist(), drawn[0], "the batch after loads elsewhere")
 
     def test_counts_of_hand_outs(self, tmp_path: Path) -> None:
         """Sample counts are kept with the rows of a persistent storage."""

@@ -19,7 +19,7 @@ from expstore.schema.schema import DTYPES, OBJECT
 from expstore.testing.assertions import expect, raises, same
 from expstore.testing.buffer_and_model import Life
 from expstore.testing.declaration import Declared
-from expstore.testing.model_rows import hold
+from expstore.testing.model_rows import check_rows
 
 __all__ = ["RingSuite"]
 
@@ -103,8 +103,8 @@ class RingSuite(Declared):
             mask = torch.arange(20) % 3 == 0
             for index in (slice(2, 9, 3), slice(None, None, 7), [3, 3, 0], torch.tensor([19, 0]), mask):
                 chosen = np.arange(20)[index.numpy() if isinstance(index, torch.Tensor) else index]
-                hold(rb[index], [rows[n] for n in chosen.tolist()], f"[{index}]")
-            hold(rb[-1].unsqueeze(0), [rows[-1]], "[-1]")
+                check_rows(rb[index], [rows[n] for n in chosen.tolist()], f"[{index}]")
+            check_rows(rb[-1].unsqueeze(0), [rows[-1]], "[-1]")
             for wrong in (20, -21, [0, 1000]):
                 with raises(NoRowError, what=f"the index {wrong} of 20 rows"):
                     rb[wrong]

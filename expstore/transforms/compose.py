@@ -52,9 +52,9 @@ class Compose:
     def __init__(self, *transforms: Any) -> None:
         if len(transforms) == 1 and isinstance(transforms[0], list | tuple):
             transforms = tuple(transforms[0])
-        self._hold(tuple(part for given in transforms for part in _parts(given)))
+        self._set(tuple(part for given in transforms for part in _parts(given)))
 
-    def _hold(self, transforms: tuple[Any, ...]) -> None:
+    def _set(self, transforms: tuple[Any, ...]) -> None:
         sums = [part for part in transforms if isinstance(part, StepTransform) and part.moves]
         if len(sums) > 1:
             raise ValueError(
@@ -227,7 +227,7 @@ class Compose:
         parts = _parts(transform)
         if invert:
             parts = tuple(Inverted(part) for part in reversed(parts))
-        self._hold((*self.transforms[:index], *parts, *self.transforms[index:]))
+        self._set((*self.transforms[:index], *parts, *self.transforms[index:]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the transforms that have a `state_dict`, by their position in the chain."""

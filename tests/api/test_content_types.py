@@ -82,7 +82,7 @@ def test_arrow_is_the_answer_for_those_who_ask(client: httpx.Client) -> None:
             assert pa.ipc.open_stream(answer.content).read_all().num_rows > 0
 
 
-def test_both_forms_have_the_same_rows(client: httpx.Client) -> None:
+def test_both_formats_have_the_same_rows(client: httpx.Client) -> None:
     method, path, body = ROUTES[0]
     told = ask(client, method, path, body, {}).json()["rows"]
     rows = rows_of(ask(client, method, path, body, ACCEPT_ARROW).content)

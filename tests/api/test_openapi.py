@@ -61,35 +61,35 @@ def has_example(document: dict[str, Any], content: dict[str, Any]) -> bool:
     return bool("example" in content or content.get("examples") or schema.get("examples"))
 
 
-def gaps_of(document: dict[str, Any]) -> list[str]:
+def find_missing(document: dict[str, Any]) -> list[str]:
     """Return what lacks a summary, a description or an example."""
-    gaps = []
+    missing = []
     for name, act in routes_of(document):
         # FastAPI makes a summary of the function's name for routes that have none.
         derived = act["operationId"].partition("_v1_")[0].replace("_", " ").lower()
         summary = act.get("summary", "")
         if not summary or summary.lower() == derived or derived.startswith(f"{summary.lower()} "):
-            gaps.append(f"{name}: summary")
+            missing.append(f"{name}: summary")
         if not act.get("description"):
-            gaps.append(f"{name}: description")
+            missing.append(f"{name}: description")
         for parameter in act.get("parameters", []):
             if not parameter.get("description"):
-                gaps.append(f"{name}: parameter {parameter['name']}")
+                missing.append(f"{name}: parameter {parameter['name']}")
         if any(not answer.get("description") for answer in act["responses"].values()):
-            gaps.append(f"{name}: an answer")
+            missing.append(f"{name}: an answer")
     for name, schema in document["components"]["schemas"].items():
         if not schema.get("description"):
-            gaps.append(name)
-    gaps += [name for name, value in properties_of(document, "") if not value.get("description")]
-    gaps += [name for name, content in bodies_of(document) if not has_example(document, content)]
-    return gaps
+            missing.append(name)
+    missing += [name for name, value in properties_of(document, "") if not value.get("description")]
+    missing += [name for name, content in bodies_of(document) if not has_example(document, content)]
+    return missing
 
 
 def test_everything_is_described_and_has_examples(document: dict[str, Any]) -> None:
     assert len(list(routes_of(document))) > 25
     assert len(list(properties_of(document, ""))) > 60
     assert len(list(bodies_of(document))) > 60
-    assert gaps_of(document) == []
+    assert find_missing(document) == []
 
 
 @pytest.mark.parametrize("lost", ["summary", "description", "parameter", "property", "schema", "example"])
@@ -108,7 +108,7 @@ def test_what_lacks_a_description_is_found(document: dict[str, Any], lost: str) 
         del schemas["Slices"]["description"]
     else:
         del act["requestBody"]["content"][ARROW]["examples"]
-    assert len(gaps_of(changed)) == 1
+    assert len(find_missing(changed)) == 1
 
 
 def test_every_route_says_which_token_it_needs(document: dict[str, Any]) -> None:

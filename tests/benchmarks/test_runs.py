@@ -156,7 +156,7 @@ def test_missed_bars_come_first_in_the_table(told: dict[str, Any]) -> None:
 # -- a new run beside an old one ----------------------------------------------------------------------
 
 
-def test_ratios_that_no_longer_hold_are_named(told: dict[str, Any]) -> None:
+def test_ratios_that_are_no_longer_met_are_named(told: dict[str, Any]) -> None:
     new = copy.deepcopy(told)
     assert [*runs.broken(new, told, 0.3)] == []
     new["results"][0]["data"]["torchrl"]["median"] = 3.5e-4 * 0.75

@@ -75,7 +75,7 @@ def test_a_prefix_in_any_case(tmp_path: Path, cache: Path, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_without_a_command_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["datasets"]) == 2
     told = capsys.readouterr()
     assert "Public data sets by name" in told.out

@@ -175,7 +175,7 @@ def test_empty_batches_add_nothing(tmp_path: Path) -> None:
 
 
 #: Rows of every form: what one extends by, and what one adds.
-FORMS: dict[str, tuple[Any, Any]] = {
+FORMATS: dict[str, tuple[Any, Any]] = {
     "tensor": (torch.arange(12).reshape(4, 3), torch.arange(3)),
     "numbers": (torch.arange(4.0), torch.tensor(7.0)),
     "dict": ({"a": torch.arange(4), 30: torch.ones(4, 2)}, {"a": torch.tensor(9), 30: torch.zeros(2)}),
@@ -188,9 +188,9 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("storage", TENSOR_STORAGES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_rows_of_any_form_come_back(tmp_path: Path, form: str, storage: str) -> None:
-    many, one = FORMS[form]
+    many, one = FORMATS[form]
 
     def program(lib: Any, tell: Teller) -> None:
         rb = made(lib, storage, 6)

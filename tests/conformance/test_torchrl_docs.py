@@ -144,7 +144,7 @@ DRAWN = re.compile(r"(?<!Size\()\[[^\[\]]*\]")
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]\d+)?|True|False|None")
 
 
-def shown(printed: str) -> str:
+def normalize(printed: str) -> str:
     """Return what is printed without drawn values, and without what a tensor lies in."""
     text = printed.replace("MemoryMappedTensor(", "Tensor(").replace("device=cpu", "device=None")
     text = " ".join(DRAWN.sub(lambda found: NUMBER.sub("#", found[0]), text).split())
@@ -179,6 +179,6 @@ def test_examples_run_and_print_the_same(name: str, tmp_path: Path, monkeypatch:
             if of == name and line in (both if "\n" in line else other.source)
         ]
         if reasons:
-            assert shown(own.printed) != shown(other.printed), f"no longer so: {reasons}"
+            assert normalize(own.printed) != normalize(other.printed), f"no longer so: {reasons}"
             continue
-        assert shown(own.printed) == shown(other.printed), own.source
+        assert normalize(own.printed) == normalize(other.printed), own.source

@@ -223,7 +223,7 @@ def test_samplers_of_users(tmp_path: Path, buffer: str) -> None:
     same(program, tmp_path)
 
 
-def test_priorities_by_torchrls_law(tmp_path: Path) -> None:
+def test_priorities_by_torchrls_rule(tmp_path: Path) -> None:
     """What TorchRL's documents say of them; its compiled trees are not on every machine."""
     rb = OURS.TensorDictPrioritizedReplayBuffer(
         alpha=0.7, beta=0.9, storage=OURS.LazyTensorStorage(8), batch_size=4000, priority_key="td_error"

@@ -26,7 +26,7 @@ class Pair:
     b: torch.Tensor
 
 
-def forms(rows: int) -> dict[str, Any]:
+def formats(rows: int) -> dict[str, Any]:
     a, b = torch.arange(rows * 2).reshape(rows, 2), torch.arange(rows).float()
     return {
         "tensor": a,
@@ -42,9 +42,9 @@ def test_rows_are_set_and_got(tmp_path: Path, kind: str, form: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         storage = getattr(lib, kind)(10)
         tell(len(storage), storage.max_size, storage.ndim)
-        storage.set(range(4), forms(4)[form])
+        storage.set(range(4), formats(4)[form])
         tell(len(storage), storage.get(range(4)), storage.get(2), storage.get(torch.tensor([3, 0])))
-        storage.set(range(4, 6), forms(2)[form])
+        storage.set(range(4, 6), formats(2)[form])
         tell(len(storage), storage[:], storage[1:5], storage[4])
 
     same(program, tmp_path)
@@ -53,9 +53,9 @@ def test_rows_are_set_and_got(tmp_path: Path, kind: str, form: str) -> None:
 @pytest.mark.parametrize("form", ["tensor", "tensordict", "tensorclass", "tree"])
 def test_a_storage_of_rows_that_are_there(tmp_path: Path, form: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
-        storage = lib.TensorStorage(forms(5)[form])
+        storage = lib.TensorStorage(formats(5)[form])
         tell(len(storage), storage.max_size, storage.get(range(5)), storage[2])
-        rb = lib.ReplayBuffer(storage=lib.TensorStorage(forms(5)[form]), batch_size=3)
+        rb = lib.ReplayBuffer(storage=lib.TensorStorage(formats(5)[form]), batch_size=3)
         tell(len(rb), rb[:], rb[4])
         rb.sample()
 
@@ -210,7 +210,7 @@ def test_lazy_stacks_are_rows_like_others(tmp_path: Path, kind: str) -> None:
 def test_states_of_storages_go_round(tmp_path: Path, kind: str, form: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         storage = getattr(lib, kind)(10)
-        lib.ReplayBuffer(storage=storage).extend(forms(4)[form])
+        lib.ReplayBuffer(storage=storage).extend(formats(4)[form])
         state = storage.state_dict()
         other = getattr(lib, kind)(10)
         other.load_state_dict(state)
@@ -231,14 +231,14 @@ def test_states_of_buffers_go_round(tmp_path: Path, kind: str, ready: bool) -> N
             return lib.TensorDictReplayBuffer(storage=getattr(lib, kind)(10), batch_size=3)
 
         rb = buffer()
-        rb.extend(forms(12)["tensordict"])
+        rb.extend(formats(12)["tensordict"])
         state = rb.state_dict()
         other = buffer()
         if ready:
-            other.extend(forms(2)["tensordict"])
+            other.extend(formats(2)["tensordict"])
         other.load_state_dict(state)
         tell(len(other), other.write_count, other[:].exclude("index"), other.sample().shape)
-        tell(other.extend(forms(2)["tensordict"]), other[:]["a"])
+        tell(other.extend(formats(2)["tensordict"]), other[:]["a"])
 
     same(program, tmp_path)
 
@@ -250,13 +250,13 @@ def test_dumps_are_loaded(tmp_path: Path, kind: str) -> None:
             return lib.TensorDictReplayBuffer(storage=getattr(lib, kind)(10), batch_size=3)
 
         rb = buffer()
-        rb.extend(forms(12)["tensordict"])
+        rb.extend(formats(12)["tensordict"])
         place = tell.folder / "dump"
         rb.dumps(place)
         rb.dumps(place)
         other = buffer()
         other.loads(place)
         tell(len(other), other.write_count, other[:].exclude("index"), other.sample().shape)
-        tell(other.extend(forms(2)["tensordict"]), other[:]["a"])
+        tell(other.extend(formats(2)["tensordict"]), other[:]["a"])
 
     same(program, tmp_path)

@@ -304,7 +304,7 @@ class Here:
 
 def _serve(pipe: Connection, near: Connection, given: Any, at: int, torn: float | None) -> None:
     near.close()
-    disk = KillingDisk(at, torn=torn, in_turn=True)
+    disk = KillingDisk(at, torn=torn, serial=True)
     store.Disk = lambda: disk  # type: ignore[assignment,misc]
     ReadingDisk.boot_id = disk.boot_id  # type: ignore[method-assign]  # a follower knows the writer
     _shrink()

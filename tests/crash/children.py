@@ -248,17 +248,17 @@ def _add_column(rb: TensorDictReplayBuffer, state: Ledger, op: Op) -> None:
     if op.fill:
         rb.columns.add(name, fill=torch.tensor(op.version))
         return
-    coming = [Op("extend", count=op.count)] if op.count else []
+    pending = [Op("extend", count=op.count)] if op.count else []
     failed: list[BaseException] = []
 
     def extend() -> None:
         try:
-            perform(rb, state, coming.pop())
+            perform(rb, state, pending.pop())
         except BaseException as exc:
             failed.append(exc)
 
     def compute(rows: Any) -> torch.Tensor:
-        if coming:
+        if pending:
             thread = threading.Thread(target=extend)
             thread.start()
             thread.join()
@@ -424,7 +424,7 @@ def look_at(look: Look) -> Ledger | str:
 
 def _check_and_go_on(look: Look) -> Ledger:
     spec, index = look.states[0].spec, look.index or look.sql
-    disk = KillingDisk(in_turn=True)  # one after another is faster where nothing is really synced
+    disk = KillingDisk(serial=True)  # one after another is faster where nothing is really synced
     rb = open_store(spec, look.path, disk, index=index)
     expect(not look.clean or rb.recovered is None, f"it was closed, and yet: {rb.recovered!r}")
     state = matching(rb, look.states, cut=look.cut)
@@ -512,7 +512,7 @@ class Report:
     lost: int = 0  # stores without some of the rows that had been acked
     inside: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    gaps: dict[str, int] = field(default_factory=dict)
+    acts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
     def count(self, where: str) -> None:
@@ -526,7 +526,7 @@ class Report:
             setattr(self, name, getattr(self, name) + other[name])
         self.seconds = round(self.seconds + other["seconds"], 1)
         self.inside.update(other["inside"])
-        self.gaps.update(other["gaps"])
+        self.acts.update(other["acts"])
 
 
 def read_lines(pipe: int, stop: Callable[[list[str]], float | None], pid: int) -> list[str]:

@@ -38,7 +38,7 @@ from tests.crash.children import (
     read_lines,
     write_life,
 )
-from tests.crash.kill_points import PHASES, enumerate_gaps
+from tests.crash.kill_points import PHASES, enumerate_kill_points
 from tests.crash.killing_disks import KillingDisk, PlainDisk
 from tests.crash.ledger import Spec
 from tests.crash.mutants import BREAKS, break_protocol
@@ -172,19 +172,23 @@ class Tooth:
 
 TEETH = {
     "keys in no record": Tooth(
-        "keys in no record", lambda at: enumerate_gaps(at, names=["first keys"], stop=True)
+        "keys in no record", lambda at: enumerate_kill_points(at, names=["first keys"], stop=True)
     ),
     "keys before rows": Tooth(
-        "keys before rows", lambda at: enumerate_gaps(at, names=["first keys"], stop=True)
+        "keys before rows", lambda at: enumerate_kill_points(at, names=["first keys"], stop=True)
     ),
     "keys not cut": Tooth("keys not cut", lambda at: power_cuts(240, 1, at, names=["keyed"], stop=True)),
     "keys without sync": Tooth(
         "keys without sync", lambda at: power_cuts(240, 1, at, names=["keyed"], stop=True)
     ),
-    "journal first": Tooth("journal first", lambda at: enumerate_gaps(at, names=["extend"], stop=True)),
-    "no spare": Tooth("no waiting", lambda at: enumerate_gaps(at, names=["extend without spare"], stop=True)),
+    "journal first": Tooth(
+        "journal first", lambda at: enumerate_kill_points(at, names=["extend"], stop=True)
+    ),
+    "no spare": Tooth(
+        "no waiting", lambda at: enumerate_kill_points(at, names=["extend without spare"], stop=True)
+    ),
     "redo without sync": Tooth(
-        "redo without sync", lambda at: enumerate_gaps(at, names=["change new rows"], stop=True)
+        "redo without sync", lambda at: enumerate_kill_points(at, names=["change new rows"], stop=True)
     ),
     "slots reused before the mark": Tooth(
         "no waiting", lambda at: power_cuts(240, 1, at, names=["deep"], first=4, stop=True)
@@ -202,21 +206,23 @@ TEETH = {
     "loads without sync": Tooth(
         "loads without sync", lambda at: power_cuts(240, 1, at, names=["dumped"], stop=True)
     ),
-    "counted after": Tooth("counted after", lambda at: enumerate_gaps(at, names=["count"], stop=True)),
+    "counted after": Tooth("counted after", lambda at: enumerate_kill_points(at, names=["count"], stop=True)),
     "counts of older rows": Tooth(
-        "counts of older rows", lambda at: enumerate_gaps(at, names=["slots of counted rows"], stop=True)
+        "counts of older rows",
+        lambda at: enumerate_kill_points(at, names=["slots of counted rows"], stop=True),
     ),
     "notes without a record": Tooth(
-        "notes without a record", lambda at: enumerate_gaps(at, names=["annotate"], stop=True)
+        "notes without a record", lambda at: enumerate_kill_points(at, names=["annotate"], stop=True)
     ),
     "adoptions without a record": Tooth(
-        "adoptions without a record", lambda at: enumerate_gaps(at, names=["resume episodes"], stop=True)
+        "adoptions without a record",
+        lambda at: enumerate_kill_points(at, names=["resume episodes"], stop=True),
     ),
     "counts without sync": Tooth(
         "counts without sync", lambda at: power_cuts(120, 1, at, names=["counted"], first=1, stop=True)
     ),
     "displaced without a record": Tooth(
-        "change without a record", lambda at: enumerate_gaps(at, names=["best rows"], stop=True)
+        "change without a record", lambda at: enumerate_kill_points(at, names=["best rows"], stop=True)
     ),
     "packed without sync": Tooth(
         "packed without sync", lambda at: power_cuts(120, 1, at, names=["packed", "frames"], stop=True)
@@ -230,14 +236,15 @@ TEETH = {
         lambda at: power_cuts(240, 1, at, names=["packed", "frames"], first=1, stop=True),
     ),
     "raw rows in memory": Tooth(
-        "raw rows in memory", lambda at: enumerate_gaps(at, names=["fill a chunk"], stop=True)
+        "raw rows in memory", lambda at: enumerate_kill_points(at, names=["fill a chunk"], stop=True)
     ),
     "packed recovery without sync": Tooth(
         "packed recovery without sync",
         lambda at: power_cuts(240, 1, at, names=["packed", "frames"], first=4, stop=True),
     ),
     "rows too far away": Tooth(
-        "rows too far away", lambda at: enumerate_gaps(at, names=["packed rows in a later turn"], stop=True)
+        "rows too far away",
+        lambda at: enumerate_kill_points(at, names=["packed rows in a later turn"], stop=True),
     ),
     "lenders without sync": Tooth(
         "lenders without sync", lambda at: power_cuts(240, 1, at, names=["packed", "frames"], stop=True)
@@ -251,12 +258,14 @@ TEETH = {
     "segments not cut": Tooth(
         "segments not cut", lambda at: power_cuts(240, 1, at, names=["ragged", "texts"], stop=True)
     ),
-    "archived after": Tooth("archived after", lambda at: enumerate_gaps(at, names=["archive"], stop=True)),
+    "archived after": Tooth(
+        "archived after", lambda at: enumerate_kill_points(at, names=["archive"], stop=True)
+    ),
     "archive without sync": Tooth(
         "archive without sync", lambda at: power_cuts(240, 1, at, names=["archived"], stop=True)
     ),
     "segments last": Tooth(
-        "segments last", lambda at: enumerate_gaps(at, names=["rows in segments"], stop=True)
+        "segments last", lambda at: enumerate_kill_points(at, names=["rows in segments"], stop=True)
     ),
     "recovery without sync": Tooth("recovery without sync", lambda at: power_cuts(360, 1, at, stop=True)),
 }
@@ -307,7 +316,7 @@ def main() -> None:
         "random": lambda folder: random_kills(
             given.kills, seed, folder, names=names, first=given.first, plain=given.plain
         ),
-        "gaps": lambda folder: enumerate_gaps(
+        "gaps": lambda folder: enumerate_kill_points(
             folder, names=names, seed=seed, torn=given.torn, again=given.again, act=given.act
         ),
         "quick": lambda folder: _quick(seed, folder),
@@ -337,7 +346,7 @@ def _quick(seed: int, folder: Path) -> Report:
         ([phase.name for phase in PHASES if not phase.tooth and phase.name not in slow], QUICK),
         (list(SLOW), QUICK_IF_SLOW),
     ):
-        found = enumerate_gaps(folder, names=names, seed=seed, again=0.1, syncs=False, most=most)
+        found = enumerate_kill_points(folder, names=names, seed=seed, again=0.1, syncs=False, most=most)
         report.add(vars(found))
     return report
 

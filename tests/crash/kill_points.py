@@ -39,7 +39,7 @@ from tests.crash.killing_disks import KillingDisk
 from tests.crash.ledger import Ledger, Op, Spec
 from tests.support.stores import NoKeeper
 
-__all__ = ["PHASES", "Phase", "enumerate_gaps"]
+__all__ = ["PHASES", "Phase", "enumerate_kill_points"]
 
 LEAN = Spec("lean", 24, 8, frame=64, lean=True, segment_bytes=4096, tail=False)
 NARROW = Spec("narrow", 24, 8, frame=64, lean=True, segment_bytes=1536)
@@ -371,9 +371,7 @@ def _prepare(phase: Phase, path: Path) -> Ledger:
     if not phase.before:
         return state
     life = Phase(phase.name, phase.spec, part="close" if phase.closed else "ops")
-    pid, pipe = in_child(
-        lambda out: _live(life, path, state, phase.before, KillingDisk(in_turn=True), out, 0)
-    )
+    pid, pipe = in_child(lambda out: _live(life, path, state, phase.before, KillingDisk(serial=True), out, 0))
     lines = read_lines(pipe, lambda _: None, pid)
     ended, _, _ = outcome(lines, state, phase.before)
     if not lines[-1].startswith("done"):
@@ -385,11 +383,11 @@ def _open_and_die(phase: Phase, path: Path, at: int) -> None:
     """Begin to recover, and be killed in the middle of it."""
     life = Phase(phase.name, phase.spec, part="open")
     state = new_ledger(phase.spec)
-    pid, pipe = in_child(lambda out: _live(life, path, state, (), KillingDisk(in_turn=True), out, at))
+    pid, pipe = in_child(lambda out: _live(life, path, state, (), KillingDisk(serial=True), out, at))
     read_lines(pipe, lambda _: None, pid)
 
 
-def enumerate_gaps(
+def enumerate_kill_points(
     folder: Path,
     *,
     names: Sequence[str] = (),
@@ -451,7 +449,7 @@ class _Run:
         model.mkdir()
         state = _prepare(phase, model / STORE)
         trace = self._trace(phase, model, state)
-        self.report.gaps[phase.name] = len(trace)
+        self.report.acts[phase.name] = len(trace)
         if not any(act.startswith(phase.must) for act in trace):
             self.report.failures.append(f"{phase.name} never came to {phase.must}: {Counter(trace)}")
         for at in [self.act] if self.act else self._acts(trace):
@@ -471,7 +469,7 @@ class _Run:
         """Return all acts of a phase, in their order."""
         base = self.folder / "whole"
         _copy(model, base)
-        disk = KillingDisk(in_turn=True, syncs=self.syncs)
+        disk = KillingDisk(serial=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, base / STORE, state, phase.ops, disk, out, 0))
         lines = read_lines(pipe, lambda _: None, pid)
         shutil.rmtree(base)
@@ -503,7 +501,7 @@ class _Run:
     def _kill(self, phase: Phase, path: Path, state: Ledger, at: int, cut: float | None) -> None:
         """Kill at one act."""
         label = f"{phase.name}, seed {self.seed}, act {at}, cut {cut}"
-        disk = KillingDisk(torn=cut, in_turn=True, syncs=self.syncs)
+        disk = KillingDisk(torn=cut, serial=True, syncs=self.syncs)
         pid, pipe = in_child(lambda out: _live(phase, path, state, phase.ops, disk, out, at))
         lines = read_lines(pipe, lambda _: None, pid)
         try:

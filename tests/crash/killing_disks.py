@@ -52,19 +52,19 @@ class KillingDisk(Disk):
     Args:
         at: N; 0: never.
         torn: How much of a write is done, 0 to 1; None: nothing.
-        in_turn: Sync files one after another in the order of their names, so that acts can be counted.
+        serial: Sync files one after another in the order of their names, so that acts can be counted.
         syncs: Whether a sync is an act. A kill just before one leaves what a kill before the next act does.
     """
 
     file_class: type[File] = _KillingFile
 
     def __init__(
-        self, at: int = 0, *, torn: float | None = None, in_turn: bool = False, syncs: bool = True
+        self, at: int = 0, *, torn: float | None = None, serial: bool = False, syncs: bool = True
     ) -> None:
         super().__init__()
         self.at = at
         self.torn = torn
-        self.in_turn = in_turn
+        self.serial = serial
         self.skipped = () if syncs else ("sync", "sync_dir")
         self.acts = 0
         self.trace: list[str] = []
@@ -103,7 +103,7 @@ class KillingDisk(Disk):
         self.syncs += 1
 
     def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Any) -> None:
-        if not self.in_turn:
+        if not self.serial:
             super().sync_all(files, folders, pool)
             return
         for file in sorted(files, key=lambda file: str(file.path)):

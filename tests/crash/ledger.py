@@ -345,11 +345,11 @@ class Ledger:
         given = np.full(op.count, -1)
         given[list(owner.values())] = list(owner)
         appended = np.array([owner[i] for i in sorted(owner) if i > self.last], np.int64)
-        displacing = np.array([owner[i] for i in sorted(owner) if i <= self.last], np.int64)
-        return given, appended, displacing
+        winners = np.array([owner[i] for i in sorted(owner) if i <= self.last], np.int64)
+        return given, appended, winners
 
     def _best(self, op: Op, *, displace: bool = True) -> None:
-        given, appended, displacing = self.place_best(op)
+        given, appended, winners = self.place_best(op)
         if appended.size:
             ids = given[appended]
             self._grow(int(ids[-1]))
@@ -364,7 +364,7 @@ class Ledger:
             self.episode[ids], self.step[ids] = self.open[name], held.length + np.arange(ids.size)
             held.length, held.last_id = held.length + ids.size, int(ids[-1])
             self.last, self.noted_draw = int(ids[-1]), self.draw
-        rows = np.concatenate([appended, displacing]) if displace else appended
+        rows = np.concatenate([appended, winners]) if displace else appended
         ids = given[rows]
         self.origin[ids], self.version[ids] = self.offered + 1 + rows, 0
         self._set_late(ids)
@@ -378,8 +378,8 @@ class Ledger:
         """Return the state between what an extend appends and what it displaces; None: it does only one."""
         if op.kind != "extend" or not self.spec.best:
             return None
-        _, appended, displacing = self.place_best(op)
-        if not (appended.size and displacing.size):
+        _, appended, winners = self.place_best(op)
+        if not (appended.size and winners.size):
             return None
         half = self.copy()
         half._best(op, displace=False)

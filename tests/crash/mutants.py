@@ -12,7 +12,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.disk.checkpointed import Checkpoint, Dirty
 from expstore.episodes.log import LogEntry
 from expstore.episodes.sessions import End, Resume
@@ -177,8 +177,8 @@ def break_packed_syncs() -> None:
     """A mark is made without a sync of packed columns."""
     begin = PackedAppender.begin_opening
 
-    def nothing(self: Any, low: int, gaps: Gaps) -> Dirty:
-        return Dirty(set(), begin(self, low, gaps).folders)
+    def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
+        return Dirty(set(), begin(self, low, deleted).folders)
 
     PackedAppender.begin_opening = nothing  # type: ignore[method-assign]
 
@@ -227,8 +227,8 @@ def break_segment_syncs() -> None:
     """A mark is made without a sync of segments."""
     begin = SegmentWriter.begin_opening
 
-    def nothing(self: Any, low: int, gaps: Gaps) -> Dirty:
-        return Dirty(set(), begin(self, low, gaps).folders)
+    def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
+        return Dirty(set(), begin(self, low, deleted).folders)
 
     SegmentWriter.begin_opening = nothing  # type: ignore[method-assign]
 

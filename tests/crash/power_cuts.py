@@ -189,13 +189,13 @@ def _record(job: Job, base: Path) -> Taken:
     if not job.free:
         engine.Keeper = NoKeeper  # type: ignore[assignment,misc]
     stores = [base / "run.exp", *([archive_of(base / "run.exp")] if job.spec.archived else [])]
-    disk = RecordingDisk(*stores, in_turn=not job.free)
+    disk = RecordingDisk(*stores, serial=not job.free)
     taken = Taken(base, disk.events, None)
     try:
         _live(job, disk, taken)
     except Exception:
         taken.failure = traceback.format_exc()
-    with disk.turn:
+    with disk.lock:
         taken.events = list(disk.events)
     return taken
 
@@ -219,7 +219,7 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
 
     kept.engine.checkpointer._checkpoint = noted  # type: ignore[method-assign]
     if job.busy:
-        disk.meanwhile = _turns(kept, job.busy)
+        disk.meanwhile = _make_sync(kept, job.busy)
     disk.say("open")
     for op in job.ops:
         disk.say("about")
@@ -232,16 +232,16 @@ def _live(job: Job, disk: RecordingDisk, taken: Taken) -> None:
         (rb if job.index else kept).close()
         disk.say("closed")
     elif job.free:
-        with disk.turn:
+        with disk.lock:
             taken.events = list(disk.events)
         kept.engine.background.stop()
 
 
-def _turns(kept: Any, share: float) -> Callable[[], None]:
+def _make_sync(kept: Any, share: float) -> Callable[[], None]:
     """Return what lets the background thread sync before some of the writes of the thread that calls it."""
     chance = random.Random(share)
 
-    def turn() -> None:
+    def sync_sometimes() -> None:
         if chance.random() < share and threading.current_thread() is threading.main_thread():
             # Nobody else runs: whoever holds a lock is this thread, and the other one would wait for it.
             held = any(
@@ -254,7 +254,7 @@ def _turns(kept: Any, share: float) -> Callable[[], None]:
                 thread.start()
                 thread.join()
 
-    return turn
+    return sync_sometimes
 
 
 # -- states ----------------------------------------------------------------------------------------------

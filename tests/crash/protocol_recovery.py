@@ -69,7 +69,7 @@ class Rules:
     # opening
     no_verify: bool = False  # payload is believed
     read_from_lowest: bool = False  # the oldest segment that is there starts the journal
-    ignore_sequence_gap: bool = False  # a segment is taken although the tail of its predecessor is lost
+    ignore_missing_segment: bool = False  # a segment is taken although the tail of its predecessor is lost
     any_mark_is_corruption: bool = False  # a mark behind a bad record, though it does not cover that record
     mark_covers_itself: bool = False  # replay starts behind the mark, not behind the position it covers
     change_before_journal_fsync: bool = False  # redo records are applied that are only in the page cache
@@ -97,8 +97,8 @@ def read_journal(journal: Directory, rules: Rules) -> tuple[Base, list[Record], 
     for number in names[names.index(start) :]:
         its_base, its_records, behind = read[number]
         if number != start:
-            gap = its_base is None or (its_base.sequence != sequence and not rules.ignore_sequence_gap)
-            ended = ended or gap
+            broken = its_base is None or (its_base.sequence != sequence and not rules.ignore_missing_segment)
+            ended = ended or broken
             if its_base is not None and not ended:
                 records.append(its_base)
                 used.append(journal.entries[number])

@@ -52,27 +52,27 @@ class _RecordedFile(File):
     def write(self, data: Any, offset: int) -> None:
         raw = data if isinstance(data, bytes) else data.tobytes()
         self.disk.meanwhile()
-        with self.disk.turn:
+        with self.disk.lock:
             super().write(raw, offset)
             self._note("write", offset, raw)
 
     def truncate(self, size: int) -> None:
-        with self.disk.turn:
+        with self.disk.lock:
             super().truncate(size)
             self._note("truncate", size)
 
     def punch(self, start: int, stop: int) -> None:
-        with self.disk.turn:
+        with self.disk.lock:
             super().punch(start, stop)
             self.disk.events.append(Event("punch", self.path, os.fstat(self.fd).st_ino, start, stop - start))
 
     def allocate(self, size: int) -> None:
-        with self.disk.turn:
+        with self.disk.lock:
             super().allocate(size)
             self._note("truncate", self.size())
 
     def sync(self) -> None:
-        with self.disk.turn:
+        with self.disk.lock:
             self.disk.gate("sync", self.path)
             self.disk.syncs += 1
             self._note("sync")
@@ -86,15 +86,15 @@ class RecordingDisk(Disk):
 
     Args:
         stores: The folders of the stores.
-        in_turn: Sync files one after another in the order of their names, so that runs are alike.
+        serial: Sync files one after another in the order of their names, so that runs are alike.
     """
 
-    def __init__(self, *stores: Path, in_turn: bool = True) -> None:
+    def __init__(self, *stores: Path, serial: bool = True) -> None:
         super().__init__()
         self.events: list[Event] = []
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self._stores = stores
-        self._in_turn = in_turn
+        self._serial = serial
         self._seen: dict[Path, _Seen] = {}
         self._lasting = False
         #: What may happen before a write: the background thread's turn.
@@ -102,7 +102,7 @@ class RecordingDisk(Disk):
 
     def say(self, word: str) -> None:
         """Note a word of the child. From "closing" on the index is on the disk: DuckDB syncs it then."""
-        with self.turn:
+        with self.lock:
             self._look_around()
             self._lasting |= word == "closing"
             self.events.append(Event("say", data=word))
@@ -112,7 +112,7 @@ class RecordingDisk(Disk):
             raise AssertionError(f"{act} {path.name}: an act that the power cuts do not know")
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
-        with self.turn:
+        with self.lock:
             self._look_around()
             file = super().open(path, create=create, write=write)
             if path.is_dir():
@@ -122,7 +122,7 @@ class RecordingDisk(Disk):
             return _RecordedFile(self, path, fd)
 
     def rename(self, old: Path, new: Path) -> None:
-        with self.turn:
+        with self.lock:
             self._look_around()
             super().rename(old, new)
             self.events.append(Event("rename", new, data=old))
@@ -130,14 +130,14 @@ class RecordingDisk(Disk):
                 self._seen[new] = self._seen.pop(old)
 
     def link(self, old: Path, new: Path) -> bool:
-        with self.turn:
+        with self.lock:
             done = super().link(old, new)
             if done:
                 self.events.append(Event("link", new, data=old))
             return done
 
     def unlink(self, path: Path) -> None:
-        with self.turn:
+        with self.lock:
             self._look_around()
             if path.exists():
                 self.events.append(Event("unlink", path))
@@ -145,26 +145,26 @@ class RecordingDisk(Disk):
             self._seen.pop(path, None)
 
     def make_dir(self, path: Path) -> None:
-        with self.turn:
+        with self.lock:
             new = [folder for folder in (path, *path.parents) if not folder.exists()]
             super().make_dir(path)
             self.events += [Event("mkdir", folder) for folder in reversed(new)]
 
     def remove_tree(self, path: Path) -> None:
-        with self.turn:
+        with self.lock:
             if path.exists():
                 self.events.append(Event("rmtree", path))
             super().remove_tree(path)
 
     def sync_dir(self, path: Path) -> None:
-        with self.turn:
+        with self.lock:
             self._look_around()
             self.gate("sync_dir", path)
             self.syncs += 1
             self.events.append(Event("sync_dir", path))
 
     def sync_all(self, files: Iterable[File], folders: Iterable[Path], pool: Any) -> None:
-        if not self._in_turn:
+        if not self._serial:
             super().sync_all(files, folders, pool)
             return
         for file in sorted(files, key=lambda file: str(file.path)):
@@ -173,7 +173,7 @@ class RecordingDisk(Disk):
             self.sync_dir(folder)
 
     def write_beside(self, pool: Any, file: File, data: Any, offset: int) -> Future[None] | None:
-        if not self._in_turn:
+        if not self._serial:
             return super().write_beside(pool, file, data, offset)
         file.write(data, offset)
         return None

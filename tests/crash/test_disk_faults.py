@@ -437,12 +437,12 @@ def test_half_a_change_is_never_read(tmp_path: Path, name: str) -> None:
             disk.heal()
             break
         states = candidates(state, op)
-        shown = [_shows(rb, known) for known in states]
-        assert any(shown), f"act {number}, {disk.failed}"
+        matches = [_shows(rb, known) for known in states]
+        assert any(matches), f"act {number}, {disk.failed}"
         disk.heal()
         rb.flush()
         state = matching(rb, [known.copy() for known in states])
-        seen[shown.index(True)] += 1
+        seen[matches.index(True)] += 1
     assert seen[0] > 3  # the new rows
     assert seen[1] > 0
     rb.storage.close()

@@ -78,7 +78,7 @@ def _failures(report: dict[str, Any]) -> str:
     return "\n".join(report["failures"])
 
 
-def test_kill_in_every_gap(reports: Reports) -> None:
+def test_kill_before_every_act(reports: Reports) -> None:
     """Gaps between two acts on files: opening, extends, `[]=`, flush, journal cut, close, dumps, loads.
 
     Some acts of every phase are met here, half of them changes of names; in the long run every act, syncs
@@ -89,8 +89,8 @@ def test_kill_in_every_gap(reports: Reports) -> None:
     assert report["kills"] >= 120
     assert {"add", "drop"} <= report["inside"].keys()
     wanted = {"new store", "first extend", "extend", "change", "long extend", "journal cut", "close"}
-    assert wanted | {"dumps", "loads", "annotate", "best rows"} < report["gaps"].keys()
-    assert {"end episodes", "resume episodes"} < report["gaps"].keys()
+    assert wanted | {"dumps", "loads", "annotate", "best rows"} < report["acts"].keys()
+    assert {"end episodes", "resume episodes"} < report["acts"].keys()
     assert {"open", "extend", "change", "empty", "flush", "closing"} <= report["inside"].keys()
 
 

@@ -58,7 +58,7 @@ def test_reuse_before_the_mark_is_found_where_the_ring_is_smaller_than_its_spare
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("capacity", "spare"), [(3, 1), (3, 8), (9, 1), (16, 2)])
-def test_the_rules_hold_at_the_edges_of_the_geometry(capacity: int, spare: int) -> None:
+def test_the_rules_are_kept_at_the_edges_of_the_geometry(capacity: int, spare: int) -> None:
     for seed in range(1_000):
         outcome = run(seed, rules=Rules(capacity=capacity, spare=spare))
         assert outcome.problem is None, "\n  ".join((str(seed), *outcome.story))

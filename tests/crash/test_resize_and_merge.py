@@ -78,7 +78,7 @@ def killed_at(act: Callable[[Disk], Any], at: int) -> None:
     pid = os.fork()
     if not pid:
         try:
-            act(KillingDisk(at, torn=0.5 if at % 3 == 0 else None, in_turn=True))
+            act(KillingDisk(at, torn=0.5 if at % 3 == 0 else None, serial=True))
         finally:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -109,7 +109,7 @@ SOME = [pytest.param(23, id="some"), pytest.param(1, marks=pytest.mark.torture, 
 @pytest.mark.parametrize("new", [NEW, 9])
 def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: Callable[..., None]) -> None:
     model, copy = make(tmp_path / "model.exp"), tmp_path / "copy.exp"
-    expected, disk = shutil.copytree(model, tmp_path / "expected.exp"), KillingDisk(in_turn=True)
+    expected, disk = shutil.copytree(model, tmp_path / "expected.exp"), KillingDisk(serial=True)
     former, former_told = picture(model), picture(model, sql=True)
     expstore.resize(expected, capacity=new, disk=disk)
     wanted, told = picture(expected), picture(expected, sql=True)
@@ -144,7 +144,7 @@ def test_a_resize_is_killed(tmp_path: Path, new: int, stride: int, count_cases: 
 @pytest.mark.parametrize("stride", SOME)
 def test_a_merge_is_killed(tmp_path: Path, stride: int, count_cases: Callable[..., None]) -> None:
     paths = [make(tmp_path / "a.exp"), make(tmp_path / "b.exp", 100, None)]
-    before, out, disk = [picture(path) for path in paths], tmp_path / "out.exp", KillingDisk(in_turn=True)
+    before, out, disk = [picture(path) for path in paths], tmp_path / "out.exp", KillingDisk(serial=True)
     expstore.merge(paths, out=out, fields=FIELDS, disk=disk)
     wanted, there = picture(out), []
     assert len(wanted["ids"]) == FORMER + ROWS

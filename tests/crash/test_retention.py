@@ -17,7 +17,7 @@ from tensordict import NonTensorStack, TensorDict
 import expstore
 from expstore import CorruptionError
 from expstore.core import tuning
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk
 from expstore.maintenance import verify
 from expstore.storages import ArrowStorage, ZarrStorage
@@ -90,7 +90,7 @@ def killed(path: Path, at: int, act: Callable[[ZarrStorage], Any], monkeypatch: 
     if not child:
         try:
             monkeypatch.setattr(tuning, "CHECKPOINT_SECONDS", 1e9)
-            disk = KillingDisk(in_turn=True)
+            disk = KillingDisk(serial=True)
             storage = open_with(path, disk)
             disk.arm(at)
             act(storage)
@@ -210,11 +210,11 @@ def test_the_power_goes_while_rows_in_segments_leave(
 # -- teeth -------------------------------------------------------------------------------------------
 
 
-def give_back_first(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps]:
+def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
     """Give back segments before there is a record of it, as the protocol forbids."""
     rows = deletion._engine.rows
     (segments,), window = rows.columns.shared, rows.window
-    segments.note_left(window.low, window.gaps.joined(going))
+    segments.note_left(window.low, window.deleted.joined(going))
     segments.give_up()
     return RECORD(deletion, going)
 
@@ -229,7 +229,7 @@ def test_space_given_back_before_the_record_is_found(tmp_path: Path, monkeypatch
         kill_everywhere(tmp_path, "segments", [1, 3, 4], monkeypatch, step=1)
 
 
-def give_back_unsynced(deletion: Any, going: Gaps) -> tuple[Gaps, Gaps, Any]:
+def give_back_unsynced(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet, Any]:
     """Write the record, and give back space before it is on the disk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(deletion._engine.checkpointer, "sync_journal", lambda files, folders: None)

@@ -88,7 +88,7 @@ def faults(closed: Path, folder: Path, warnings: Callable[[], list[str]]) -> lis
         pid = os.fork()
         if not pid:
             try:
-                live(path, KillingDisk(at, in_turn=True), write_end)
+                live(path, KillingDisk(at, serial=True), write_end)
             finally:
                 os._exit(0)
         os.close(write_end)

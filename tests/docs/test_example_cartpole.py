@@ -152,7 +152,7 @@ def test_a_finished_run_says_so_and_how_to_look_further(stopped: tuple[Path, lis
     assert "expstore sql runs/cartpole.exp 'SELECT status" in text
 
 
-def test_fresh_moves_the_old_run_aside(stopped: tuple[Path, list[Run]]) -> None:
+def test_fresh_moves_the_old_run(stopped: tuple[Path, list[Run]]) -> None:
     folder, runs = stopped
     assert [run.code for run in runs[6:8]] == [0, 0]
     with expstore.open(folder / "mine.exp") as rb:
@@ -203,7 +203,7 @@ def test_weights_come_back_with_optimizer_and_counter(example: ModuleType, tmp_p
         np.testing.assert_array_equal(array, other.arrays()[name])
 
 
-def test_weights_of_another_store_are_left_aside(example: ModuleType, tmp_path: Path) -> None:
+def test_weights_of_another_store_are_ignored(example: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "w.npz"
     example.save_weights(path, example.Agent(0), 640)
     agent = example.Agent(1)

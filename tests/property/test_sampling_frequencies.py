@@ -28,7 +28,7 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.buffers.rng import Draws
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.samplers import Sampler
 from expstore.samplers.without_replacement import permute
 from tests.support.batches import memory_buffer, numbered_rows
@@ -86,12 +86,12 @@ def emptied(sampler: Sampler) -> TensorDictReplayBuffer:
     return rb
 
 
-def with_gaps(sampler: Sampler) -> TensorDictReplayBuffer:
+def with_deleted_rows(sampler: Sampler) -> TensorDictReplayBuffer:
     """As a repair leaves it, in a ring that is full: the oldest ids and two runs in the middle are gone."""
     rb = memory_buffer(24, seed=1, sampler=sampler)
     storage: Any = rb.storage
     rb.extend(rows(30))
-    storage._state.window = replace(storage.window, gaps=Gaps.of([(3, 8), (11, 11), (20, 24)]))
+    storage._state.window = replace(storage.window, deleted=IdSet.of([(3, 8), (11, 11), (20, 24)]))
     return rb
 
 
@@ -102,14 +102,14 @@ def unbounded(sampler: Sampler) -> TensorDictReplayBuffer:
     return rb
 
 
-SHAPES = {shape.__name__: shape for shape in (filling, wrapped, emptied, with_gaps, unbounded)}
+SHAPES = {shape.__name__: shape for shape in (filling, wrapped, emptied, with_deleted_rows, unbounded)}
 
 
 # -- the laws -------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Law:
+class Case:
     """A sampler, and the chances that it promises.
 
     Args:
@@ -142,8 +142,8 @@ def set_priorities(rb: TensorDictReplayBuffer) -> None:
     rb.update_priority(id=ids[:5], priority=PRIORITIES[:5])
 
 
-def prioritized(alpha: float, beta: float, eps: float, **keywords: Any) -> Law:
-    return Law(
+def prioritized(alpha: float, beta: float, eps: float, **keywords: Any) -> Case:
+    return Case(
         lambda: PrioritizedSampler(None, alpha, beta, eps, **keywords),
         lambda rb: (PRIORITIES.astype(np.float64) + eps) ** alpha,
         set_priorities,
@@ -174,8 +174,8 @@ def newest_first(half_life: float, newest: int = ROWS) -> Callable[[TensorDictRe
     return lambda rb: np.where(ages < newest, 0.5 ** (ages / half_life), 0.0)
 
 
-LAWS = {
-    "random": Law(RandomSampler, lambda rb: np.ones(ROWS)),
+CASES = {
+    "random": Case(RandomSampler, lambda rb: np.ones(ROWS)),
     "prioritized": prioritized(0.6, 0.4, 1e-8),
     "prioritized-flat": prioritized(0.0, 1.0, 1e-8, dtype=torch.float64),
     "prioritized-steep": prioritized(1.3, 1.0, 0.5, dtype=torch.float64, reduction="mean"),
@@ -183,15 +183,15 @@ LAWS = {
     "prioritized-reset": replace(
         prioritized(0.4, 0.8, 1e-8), make=lambda: PrioritizedSampler(None, 1.0, 0.1), prepare=reweighed
     ),
-    "staleness": Law(StalenessAwareSampler, lambda rb: 1 / (staleness(rb) + 1), consume),
-    "staleness-cut": Law(
+    "staleness": Case(StalenessAwareSampler, lambda rb: 1 / (staleness(rb) + 1), consume),
+    "staleness-cut": Case(
         lambda: StalenessAwareSampler(max_staleness=4, staleness_weight_fn=lambda s: torch.exp(-s / 3)),
         lambda rb: np.where(staleness(rb) <= 4, np.exp(-staleness(rb) / 3), 0.0),
         lambda rb: setattr(rb.sampler, "consumer_version", 6),
     ),
-    "recency": Law(lambda: RecencySampler(half_life=7), newest_first(7)),
-    "recency-newest": Law(lambda: RecencySampler(half_life=9, newest=11), newest_first(9, 11)),
-    "recency-uniform": Law(lambda: RecencySampler(newest=10), newest_first(1e9, 10)),
+    "recency": Case(lambda: RecencySampler(half_life=7), newest_first(7)),
+    "recency-newest": Case(lambda: RecencySampler(half_life=9, newest=11), newest_first(9, 11)),
+    "recency-uniform": Case(lambda: RecencySampler(newest=10), newest_first(1e9, 10)),
 }
 
 
@@ -213,19 +213,19 @@ def drawn(rb: TensorDictReplayBuffer, size: int) -> tuple[NDArray[np.int64], NDA
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", CASES)
 def test_frequencies_and_weights(name: str, shape: str) -> None:
-    law = LAWS[name]
-    rb = SHAPES[shape](law.make())
-    law.prepare(rb)
-    chances = law.chances(rb)
+    case = CASES[name]
+    rb = SHAPES[shape](case.make())
+    case.prepare(rb)
+    chances = case.chances(rb)
     some = chances > 0
     size = draws_needed(chances[some], one_off(chances[some]))
     counts, weights = drawn(rb, size)
     assert not counts[~some].any()
     assert chi_square(counts[some], chances[some]) < limit_of(int(some.sum()))
-    if law.beta is not None:
-        expected = (chances / chances.min()) ** -law.beta
+    if case.beta is not None:
+        expected = (chances / chances.min()) ** -case.beta
         np.testing.assert_allclose(weights, expected, rtol=1e-6)
 
 
@@ -241,10 +241,10 @@ class Leaning(RandomSampler):
 def test_an_error_of_five_percent_in_one_row_is_seen() -> None:
     """In a sampler that leans, and in one that is told a priority too high for that."""
     for name, off in (("random", None), ("prioritized", 7), ("prioritized-steep", int(PRIORITIES.argmin()))):
-        law = LAWS[name]
-        rb = wrapped(Leaning() if off is None else law.make())
-        law.prepare(rb)
-        chances = law.chances(rb)
+        case = CASES[name]
+        rb = wrapped(Leaning() if off is None else case.make())
+        case.prepare(rb)
+        chances = case.chances(rb)
         size = draws_needed(chances, one_off(chances))
         if off is not None:
             alpha, eps = {"prioritized": (0.6, 1e-8), "prioritized-steep": (1.3, 0.5)}[name]
@@ -265,8 +265,8 @@ def test_each_place_of_a_pass_is_as_likely_for_every_row(shape: str) -> None:
     The rows are halved in four ways, by a bit of their number each.
     """
     rb = SHAPES[shape](SamplerWithoutReplacement())
-    ids, places, halves = rb.storage.window.ids(), [0, 1, ROWS - 1], np.full(2, 1 / 2)
-    passes = draws_needed(halves, one_off(halves))
+    ids, places, even_chances = rb.storage.window.ids(), [0, 1, ROWS - 1], np.full(2, 1 / 2)
+    passes = draws_needed(even_chances, one_off(even_chances))
     generator = Draws(1).generator(0)  # of passes it is only asked for its key
     chosen = np.empty((passes, ROWS), np.int64)
     sampler: Any = rb.sampler
@@ -280,7 +280,7 @@ def test_each_place_of_a_pass_is_as_likely_for_every_row(shape: str) -> None:
     for place in places:
         for bit in range(4):
             counts = np.bincount(found[:, place] >> bit & 1, minlength=2)
-            assert chi_square(counts, halves) < limit_of(2)
+            assert chi_square(counts, even_chances) < limit_of(2)
 
 
 def test_the_first_rows_of_a_long_pass() -> None:
@@ -298,21 +298,21 @@ def test_the_first_rows_of_a_long_pass() -> None:
 # -- by weight, and no row twice in a batch -------------------------------------------------------------
 
 
-def law_without_replacement(
+def distribution_without_replacement(
     rows_of: list[int], weights: list[float], size: int
 ) -> dict[tuple[int, ...], float]:
     """Return the chance of so many rows of each class among `size`, drawn one by one (Wallenius 1963)."""
-    law = {(0,) * len(rows_of): 1.0}
+    case = {(0,) * len(rows_of): 1.0}
     for _ in range(size):
         then: dict[tuple[int, ...], float] = {}
-        for taken, chance in law.items():
+        for taken, chance in case.items():
             mass = [w * (n - k) for w, n, k in zip(weights, rows_of, taken, strict=True)]
             for place, share in enumerate(mass):
                 if share > 0:
                     key = tuple(k + (place == at) for at, k in enumerate(taken))
                     then[key] = then.get(key, 0.0) + chance * share / math.fsum(mass)
-        law = then
-    return law
+        case = then
+    return case
 
 
 @pytest.mark.some(1)
@@ -325,14 +325,14 @@ def law_without_replacement(
         pytest.param([3, 4, 5], [1.0, 0.7, 0.4], 9, id="most-rows"),
     ],
 )
-def test_batches_that_hold_no_row_twice(rows_of: list[int], weights: list[float], size: int) -> None:
-    def law_of(given: list[float]) -> Floats:
-        law = law_without_replacement(rows_of, given, size)
-        found = [math.fsum(chance for key, chance in law.items() if key[1] == n) for n in range(size + 1)]
+def test_batches_without_repeated_rows(rows_of: list[int], weights: list[float], size: int) -> None:
+    def find_distribution(given: list[float]) -> Floats:
+        case = distribution_without_replacement(rows_of, given, size)
+        found = [math.fsum(chance for key, chance in case.items() if key[1] == n) for n in range(size + 1)]
         return np.array(found)
 
-    chances = law_of(weights)
-    off = law_of([weights[0], weights[1] * (1 + ERROR), weights[2]])
+    chances = find_distribution(weights)
+    off = find_distribution([weights[0], weights[1] * (1 + ERROR), weights[2]])
     common = np.flatnonzero(chances > 1e-3)  # rare numbers make one class with the next common one
 
     def merged(values: NDArray[Any]) -> NDArray[Any]:

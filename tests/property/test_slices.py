@@ -46,9 +46,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- every slice there is, and no other -------------------------------------------------------------------
 
 
-def check_all(world: World, length: int, **law: Any) -> None:
+def check_all(world: World, length: int, **rule: Any) -> None:
     model = world.model
-    there = set(model.chances(length, **law))
+    there = set(model.chances(length, **rule))
     assert len(world.rb) == len(model.rows)
     if there:
         live = [row.serial for row in model.rows]

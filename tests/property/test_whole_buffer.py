@@ -49,7 +49,7 @@ def same(found: object, wanted: object, what: str) -> None:
     assert found == wanted, f"{what}: {found}, expected {wanted}"
 
 
-def hold(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer") -> None:
+def check(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer") -> None:
     """Hold what is seen of a buffer against what should be there.
 
     Args:
@@ -69,7 +69,7 @@ def hold(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer"
     if "names" in found:  # also where there are no rows
         wanted = {*fields_of([], kind), *((name,) for name in truth.late)}
         same(found["names"], wanted, "names of fields")
-    hold_fields(found["fields"], ordered, truth, kind)
+    check_fields(found["fields"], ordered, truth, kind)
     if rows:
         ids, episodes, steps, priorities = found["rows"]
         same(ids, truth.ids, "_row.id")
@@ -85,7 +85,7 @@ def hold(found: dict[str, Any], truth: Truth, kind: str, seen_by: str = "writer"
         same(found["episodes"], told, "episodes")
 
 
-def hold_fields(found: dict[Any, Any], rows: Sequence[Row], truth: Truth, kind: str) -> None:
+def check_fields(found: dict[Any, Any], rows: Sequence[Row], truth: Truth, kind: str) -> None:
     """Hold rows as they were read against what was written, bit by bit."""
     wanted = fields_of(rows, kind) if rows else {}
     wanted |= {(name,): np.array([held[row.id] for row in rows]) for name, (_, held) in truth.late.items()}
@@ -165,7 +165,7 @@ class Life(stateful.RuleBasedStateMachine):
                 truth = (state if isinstance(state, Truth) else state(found)).copy()
                 if seen_by == "writer":
                     truth.reopen()
-                hold(found, truth, self.kind, seen_by)
+                check(found, truth, self.kind, seen_by)
             except AssertionError as exc:
                 wrong.append(str(exc))
             else:
@@ -257,7 +257,7 @@ class Life(stateful.RuleBasedStateMachine):
         ids, fields = given
         assert set(ids) <= truth.rows.keys(), f"{ids} were drawn of {truth.ids}"
         rows = [truth.rows[id] for id in ids]
-        hold_fields(fields, rows, truth, self.kind)
+        check_fields(fields, rows, truth, self.kind)
         if self.sampler == "random" and truth.ids == [*range(truth.ids[0], truth.last + 1)]:
             generator = Draws(SEED).generator(truth.draw)
             same(ids, generator.integers(truth.ids[0], truth.last + 1, len(ids)).tolist(), "the batch")
@@ -374,7 +374,7 @@ class Life(stateful.RuleBasedStateMachine):
             self.follower = Host(self.at, self.kind, None, "random", "r")
         self.host.call("tick")
         self.truth.settle(all_of_it=False)
-        hold(self.follower.call("follow"), self.truth, self.kind, "follower")
+        check(self.follower.call("follow"), self.truth, self.kind, "follower")
 
     @stateful.precondition(lambda self: self.truth.written)
     @stateful.rule(fatal=fatal)
@@ -396,7 +396,7 @@ class Life(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def look(self) -> None:
         if hasattr(self, "host"):
-            hold(self.host.call("look"), self.truth, self.kind)
+            check(self.host.call("look"), self.truth, self.kind)
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):
@@ -404,7 +404,7 @@ class Life(stateful.RuleBasedStateMachine):
         try:
             for number, kept in self.truth.versions.items():
                 found = self.host.call("look_at_version", number)
-                hold(found, kept, self.kind, "version")
+                check(found, kept, self.kind, "version")
         finally:
             self.host.end()
             if self.follower is not None:

@@ -33,19 +33,19 @@ class Counting(EnvBase):
         flags = ("done", "terminated", "truncated")
         self.done_spec = Composite({flag: Categorical(2, shape=(1,), dtype=torch.bool) for flag in flags})
 
-    def _shown(self) -> torch.Tensor:
+    def _observe(self) -> torch.Tensor:
         return torch.tensor([self.worker, self.episode, self.at])
 
     def _reset(self, tensordict: Any = None, **_: Any) -> TensorDict:
         self.episode, self.at = self.episode + 1, 0
-        return TensorDict({"observation": self._shown()}, [])
+        return TensorDict({"observation": self._observe()}, [])
 
     def _step(self, tensordict: Any) -> TensorDict:
         self.at += 1
         ended = torch.tensor([self.at == self.length])
         return TensorDict(
             {
-                "observation": self._shown(),
+                "observation": self._observe(),
                 "reward": torch.ones(1),
                 "done": ended,
                 "terminated": ended.clone(),

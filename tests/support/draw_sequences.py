@@ -106,7 +106,7 @@ def draw(make: Make, folder: Path, *, prefetch: int = 0, reopen: bool = True) ->
         for seed in SEEDS:
             path = folder / f"{seed}.exp"
             rb = _open(path, make, capacity=CAPACITY, seed=seed)
-            _turn(notes, seed, rb)
+            _note_cycle(notes, seed, rb)
             if reopen:
                 rb.close()
                 rb = _open(path, make, batches={"prefetch": prefetch})
@@ -160,7 +160,7 @@ def _short_rings() -> Iterator[None]:
         yield
 
 
-def _turn(notes: _Notes, seed: int, rb: Any) -> None:
+def _note_cycle(notes: _Notes, seed: int, rb: Any) -> None:
     """Draw from 40 rows, then from those that 40 more leave in the ring; give some of these priorities.
 
     Samplers that do not look at priorities draw as if nothing had happened.

@@ -24,7 +24,7 @@ __all__ = ["compare", "recorded"]
 
 GOLDEN = ROOT / "tests" / "golden"
 #: Lines of a difference that are shown.
-_SHOWN = 60
+_MAX_LINES = 60
 
 _HINT = "If it is meant: python -m tests.support.golden --record, and say why in the commit."
 
@@ -40,9 +40,9 @@ def compare(kind: str, name: str, lines: list[str]) -> str:
     difference = list(difflib.unified_diff(recorded(kind, name), lines, "recorded", "now", lineterm="", n=4))
     if not difference:
         return ""
-    left = len(difference) - _SHOWN
-    shown = difference[:_SHOWN] + [f"... and {left} more lines"] * (left > 0)
-    return "\n".join([f"tests/golden/{kind}/{name}.txt differs:", *shown, _HINT])
+    left = len(difference) - _MAX_LINES
+    excerpt = difference[:_MAX_LINES] + [f"... and {left} more lines"] * (left > 0)
+    return "\n".join([f"tests/golden/{kind}/{name}.txt differs:", *excerpt, _HINT])
 
 
 def _record(kind: str, made: dict[str, list[str]]) -> None:

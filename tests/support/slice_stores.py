@@ -21,7 +21,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore import MemoryStorage, TensorDictReplayBuffer
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk
 from expstore.storages.format.manifest import Manifest
 from tests.support.flat_storages import flatten_dims
@@ -175,8 +175,8 @@ class World:
         lost = ids[first : first + count].tolist()
         self.rb.close()
         manifest = Manifest.load(Disk(), self.path)
-        gaps = manifest.gaps.joined(Gaps.of((id, id) for id in lost))
-        manifest.replace(gaps=gaps).save(Disk(), self.path)
+        deleted = manifest.deleted.joined(IdSet.of((id, id) for id in lost))
+        manifest.replace(deleted=deleted).save(Disk(), self.path)
         self.model.give_up(first, len(lost))
         self.model.reopen()
         self.rb = self.open()

@@ -192,14 +192,14 @@ def _harness(seed: int, scale: float) -> list[Unit]:
         for n in range(max(1, math.ceil(CUTS * scale / CUTS_TOGETHER)))
     ]  # fmt: skip
     phases = named["phases"]
-    gaps = [
+    kill_points = [
         unit(
             f"gaps/{n // PHASES_TOGETHER}", "gaps", "--torn", "also", "--again", "0.5",
             "--names", *phases[n : n + PHASES_TOGETHER],
         )
         for n in range(0, len(phases), PHASES_TOGETHER)
     ]  # fmt: skip
-    return [*kills, *cuts, *_share(gaps, scale), unit("teeth/all", "teeth")]
+    return [*kills, *cuts, *_share(kill_points, scale), unit("teeth/all", "teeth")]
 
 
 def _tests(seed: int, scale: float) -> list[Unit]:

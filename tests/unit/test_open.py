@@ -47,7 +47,7 @@ def test_x_only_makes(store_path: Path) -> None:
     assert read_files(store_path, "LOCK") == before
 
 
-def test_w_moves_the_old_one_aside(store_path: Path) -> None:
+def test_w_moves_the_old_store(store_path: Path) -> None:
     for number in range(3):
         with expstore.open(store_path, mode="w") as rb:
             assert len(rb) == 0
@@ -183,7 +183,7 @@ def test_a_new_store_keeps_the_seed_it_picks(store_path: Path) -> None:
     assert len({seed for _, seed in seeds}) == 2
 
 
-def test_a_schema_given_at_the_door_is_demanded(store_path: Path) -> None:
+def test_a_schema_given_to_open_is_demanded(store_path: Path) -> None:
     schema = Schema([Field(("a",), "int64", ()), Field(("b",), "float32", (2,))])
     with expstore.open(store_path, schema=schema) as rb:
         with pytest.raises(SchemaError, match="lacks 'b'"):

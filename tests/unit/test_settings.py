@@ -180,7 +180,7 @@ def test_wrong_values_are_refused_before_a_folder_is_made(store_path: Path, mode
         ),
     ],
 )
-def test_both_forms_make_the_same_store(tmp_path: Path, short: dict[str, Any], full: dict[str, Any]) -> None:
+def test_both_styles_make_the_same_store(tmp_path: Path, short: dict[str, Any], full: dict[str, Any]) -> None:
     made = []
     for name, settings in (("short", short), ("full", full)):
         with expstore.open(tmp_path / name, seed=1, **settings) as rb:

@@ -183,7 +183,7 @@ class SqlWorker:
         self._pool.check_open()
         if self._drain is not None:
             self._drain()
-        with self._pool.turn():
+        with self._pool.admit():
             return self._pool.ask(request)
 
     def _request(self, sql: str, params: Any) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class _Seats:
 
     idle: list[_Child] = field(default_factory=list)
     busy: set[_Child] = field(default_factory=set)
-    turns: int = 0
+    running: int = 0
     waiting: int = 0
 
 
@@ -403,12 +403,12 @@ class _Pool:
             raise StateError("the SQL worker belongs to the process that made it, and this is a fork of it")
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def admit(self) -> Iterator[None]:
         """Wait until fewer than `at_once` statements run."""
         limits = self._limits
         with self._changed:
             free = self._changed.wait_for(
-                lambda: self._closed or self._seats.turns < limits.at_once, limits.wait
+                lambda: self._closed or self._seats.running < limits.at_once, limits.wait
             )
             self.check_open()
             if not free:
@@ -417,12 +417,12 @@ class _Pool:
                     kind="busy",
                     hint="try again",
                 )
-            self._seats.turns += 1
+            self._seats.running += 1
         try:
             yield
         finally:
             with self._changed:
-                self._seats.turns -= 1
+                self._seats.running -= 1
                 self._changed.notify_all()
 
     def ask(self, request: Mapping[str, Any]) -> Answer:

@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Checkpointed, Dirty
 from expstore.disk.files import File
@@ -70,13 +70,13 @@ class Deleted:
         rows: All rows that have left.
         near: The rows among them around which there may be space to free.
         low: All rows up to this id have left.
-        gaps: Rows above `low` that have left.
+        above: Rows above `low` that have left.
     """
 
-    rows: Gaps
-    near: Gaps
+    rows: IdSet
+    near: IdSet
     low: int
-    gaps: Gaps
+    above: IdSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,12 +363,12 @@ class Appender(RowWriter, Checkpointed):
         """Return, once, the folders that contain new names; the caller syncs them."""
 
     @abstractmethod
-    def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
+    def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
         """Return, once, what an opening has written; the caller then calls `synced` and `completed`.
 
         Args:
             low: All rows up to this id have left.
-            gaps: Rows above `low` that have left.
+            deleted: Rows above `low` that have left.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray
 from expstore.disk.checkpointed import Checkpoint, Checkpointed, Dirty, take_all
 from expstore.disk.files import Disk, File
@@ -128,10 +128,10 @@ class WritableColumns(ColumnSet, Checkpointed):
         packings: Sequence[Packing | None] = (),
     ) -> None:
         """Create the Zarr metadata of empty columns in a temporary folder, sync it, and rename the folder."""
-        aside = folder.with_name(folder.name + ".tmp")
-        disk.remove_tree(aside)
+        temporary = folder.with_name(folder.name + ".tmp")
+        disk.remove_tree(temporary)
         disk.remove_tree(folder)
-        folders = {aside}
+        folders = {temporary}
         files = []
         if any(entry.variable for entry in fields):
             segments = folder.parent / SEGMENTS
@@ -148,9 +148,9 @@ class WritableColumns(ColumnSet, Checkpointed):
         try:
             made = make_metadata(fields, rows, slots, attributes, packings=packings)
             for name, data in made.items():
-                path = aside / name
+                path = temporary / name
                 disk.make_dir(path.parent)
-                folders.update(p for p in path.parents if p.is_relative_to(aside))
+                folders.update(p for p in path.parents if p.is_relative_to(temporary))
                 file = disk.open(path, create=True)
                 files.append(file)
                 file.write(data, 0)
@@ -158,7 +158,7 @@ class WritableColumns(ColumnSet, Checkpointed):
         finally:
             for file in files:
                 file.close()
-        disk.rename(aside, folder)
+        disk.rename(temporary, folder)
         disk.sync_dir(folder.parent)
 
     def check_metadata(self) -> None:
@@ -266,14 +266,14 @@ class WritableColumns(ColumnSet, Checkpointed):
             for column in self.flat.values():
                 column.rewrite(slot, n)
 
-    def begin_opening(self, low: int = 0, gaps: Gaps = NO_GAPS) -> set[File]:
+    def begin_opening(self, low: int = 0, deleted: IdSet = NO_IDS) -> set[File]:
         """Return the appended files that an opening has written; call `synced` and `completed` afterwards.
 
         Args:
             low: All rows up to this id have left.
-            gaps: Rows above `low` that have left.
+            deleted: Rows above `low` that have left.
         """
-        dirty = [appender.begin_opening(low, gaps) for appender in self._appenders]
+        dirty = [appender.begin_opening(low, deleted) for appender in self._appenders]
         self.new_folders.update(*(one.folders for one in dirty))
         return set[File]().union(*(one.files for one in dirty))
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from expstore.core import tuning
 from expstore.core.buffer_pool import Recycled
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.files import KEEP_GIL_BYTES, Disk, File, address_of
 from expstore.disk.mapped_files import AddressRange
@@ -467,7 +467,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """Free the pages that hold only rows that have left; return the changed files."""
         return set() if self.blank else self._punch(deleted.near)
 
-    def _punch(self, ids: Gaps) -> set[File]:
+    def _punch(self, ids: IdSet) -> set[File]:
         size, shard = self.row_bytes, self.rows * self.row_bytes
         starts = -(-(ids.first - 1) * size // _PAGE) * _PAGE
         stops = np.minimum(ids.last * size // _PAGE * _PAGE, len(self.files) * shard)

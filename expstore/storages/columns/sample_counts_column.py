@@ -88,24 +88,24 @@ class SampledColumn(Sampled, Checkpointed):
             pool: Threads that fsync.
         """
         place = _place(folder)
-        aside = place.with_name(place.name + ".tmp")
-        disk.remove_tree(aside)
-        disk.make_dir(aside)
-        column = FlatColumn(disk, aside, SAMPLED, slots)
+        temporary = place.with_name(place.name + ".tmp")
+        disk.remove_tree(temporary)
+        disk.make_dir(temporary)
+        column = FlatColumn(disk, temporary, SAMPLED, slots)
         made = make_metadata([SAMPLED], [column.rows], slots, {})
-        disk.put(aside / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
-        folders = {aside}
+        disk.put(temporary / "zarr.json", made[f"{SAMPLED.path}/zarr.json"])
+        folders = {temporary}
         try:
             while column.ready < ready:
                 folders.update(column.add_shard())
-            about = disk.open(aside / "zarr.json")
+            about = disk.open(temporary / "zarr.json")
             try:
                 disk.sync_all([about, *column.files], sorted(folders), pool)
             finally:
                 about.close()
         finally:
             column.close()
-        disk.rename(aside, place)
+        disk.rename(temporary, place)
         disk.sync_dir(place.parent)
 
     def _take_over(self) -> None:

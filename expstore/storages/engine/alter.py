@@ -19,13 +19,20 @@ from expstore.schema.schema import Field, Schema
 from expstore.storages.columns.checksums import Checksums
 from expstore.storages.columns.column_set_writer import WritableColumns
 from expstore.storages.columns.flat import FlatColumn
-from expstore.storages.engine.backfill import Filler, check_coming, check_going, places_without
+from expstore.storages.engine.backfill import Filler, check_going, check_new_field, places_without
 from expstore.storages.format.layout import refuse_objects
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
-from expstore.storages.format.pending_swap import ASIDE, COLUMN, Plan, begin_late, commit_late, finish_late
+from expstore.storages.format.pending_swap import (
+    COLUMN,
+    TEMPORARY,
+    Plan,
+    begin_late,
+    commit_late,
+    finish_late,
+)
 from expstore.storages.format.zarr_metadata import make_metadata
-from expstore.storages.new_field import Coming
+from expstore.storages.new_field import NewField
 
 if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
@@ -49,11 +56,11 @@ class StoredFields:
     def __init__(self, store: Store, replace: Callable[[Manifest, WritableColumns], None]) -> None:
         self._store, self._engine, self._replace = store, store.engine, replace
 
-    def add(self, coming: Coming) -> None:
+    def add(self, new_field: NewField) -> None:
         """Have one more field; on the disk when this returns.
 
         Args:
-            coming: Which one, and the values of the rows that are there.
+            new_field: Which one, and the values of the rows that are there.
 
         Raises:
             SchemaError: Rows cannot have such a field.
@@ -62,18 +69,18 @@ class StoredFields:
             StorageError: The disk failed; nothing was changed.
         """
         store, health = self._store, self._engine.health
-        self._refuse_archive(coming.entry.key)
+        self._refuse_archive(new_field.entry.key)
         with self._engine.reshaping.act(), self._tidying():
             with store.lock:
                 store.writer()
-                check_coming(store, coming.entry)
-                schema = store.require_schema().grown(coming.entry, coming.default)
+                check_new_field(store, new_field.entry)
+                schema = store.require_schema().grown(new_field.entry, new_field.default)
                 refuse_objects(schema)
-                plan = self._plan("add", coming.entry.key, store.require_schema())
+                plan = self._plan("add", new_field.entry.key, store.require_schema())
                 with health.guarding():
-                    building = _Building(store, plan, coming.entry)
+                    building = _Building(store, plan, new_field.entry)
             with contextlib.closing(building):
-                filler = Filler(store, coming, building)
+                filler = Filler(store, new_field, building)
                 with health.guarding():
                     filler.run_ahead()
                     building.sync()  # most of it: others wait for the rest
@@ -86,7 +93,7 @@ class StoredFields:
                         filler.finish()
                     with self._one_act():
                         building.sync()
-                        self._add(plan, schema, building, coming.specs)
+                        self._add(plan, schema, building, new_field.specs)
 
     def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
         group, sums, column = self._columns(), self._checksums(), building.column
@@ -153,7 +160,7 @@ class StoredFields:
         except BaseException:
             with contextlib.suppress(StorageError):
                 if self._engine.lock_file.held:
-                    self._engine.disk.remove_tree(self._engine.path / ASIDE)
+                    self._engine.disk.remove_tree(self._engine.path / TEMPORARY)
             raise
 
     @contextlib.contextmanager
@@ -199,9 +206,9 @@ class _Building:
         self._storage, self._plan, self._entry = storage, plan, entry
         self.schema = storage.require_schema()
         disk, slots = storage.disk, storage.geometry.slots
-        self._top = storage.path / ASIDE / COLUMN
+        self._top = storage.path / TEMPORARY / COLUMN
         self._below = Path(*entry.key[plan.top.count("/") + 1 :])
-        disk.remove_tree(storage.path / ASIDE)
+        disk.remove_tree(storage.path / TEMPORARY)
         folder = self._top / self._below
         disk.make_dir(folder)
         self.column = FlatColumn(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from expstore.core.geometry import RingGeometry
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, Window, key_name
 from expstore.disk.files import Disk
@@ -349,7 +349,7 @@ class Archive:
         storage = self.storage
         ids = storage.window.ids()
         (there,) = storage.read(ids, [storage.require_schema().place_of(ARCHIVED_ID)])
-        storage.retention.delete_rows(Gaps.of_ids(ids[there >= first_id]))
+        storage.retention.delete_rows(IdSet.of_ids(ids[there >= first_id]))
         self._content = -1
         self._look()
 
@@ -476,4 +476,4 @@ def with_left(storage: Ring, window: Window, after: int) -> Window:
     ids = np.arange(after + 1, window.low + 1)
     parts = storage.views([place], after + 1, ids.size)[0] if ids.size else []
     stored = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return Window(after, window.last, window.gaps.joined(Gaps.of_ids(ids[stored != ids])))
+    return Window(after, window.last, window.deleted.joined(IdSet.of_ids(ids[stored != ids])))

@@ -241,12 +241,12 @@ class Archiver:
         engine, archive = self._engine, self.archive
         window = engine.rows.window
         if through > window.low:  # these rows are evicted to make room for a large batch
-            window = Window(through, max(window.last, through), window.gaps)
+            window = Window(through, max(window.last, through), window.deleted)
         wanted = with_left(engine, window, archive.through)
         newest = max(through, engine.rows.window.low)
-        behind = self._newest_left(Window(wanted.low, newest, wanted.gaps))
+        behind = self._newest_left(Window(wanted.low, newest, wanted.deleted))
         keys, schema = engine.keys, engine.require_schema()
-        for left in self._leaving(Window(wanted.low, through, wanted.gaps)):
+        for left in self._read_evicted(Window(wanted.low, through, wanted.deleted)):
             last = int(left.ids[-1])
             # Above that id, an episode may continue in a batch that is being written.
             sure = last <= engine.rows.window.low
@@ -265,7 +265,7 @@ class Archiver:
         (episodes,) = engine.take(engine.geometry.slot_of(ids), [place])
         return dict(zip(episodes.tolist(), ids.tolist(), strict=True))
 
-    def _leaving(self, window: Window) -> Iterator[Left]:
+    def _read_evicted(self, window: Window) -> Iterator[Left]:
         engine, schema = self._engine, self._engine.require_schema()
         fields = len(schema.fields)
         places = range(fields + len(ROW_FIELDS) - 1)

@@ -19,13 +19,13 @@ from expstore.core.lock_order import LockOrder
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
 from expstore.schema.schema import DTYPES, OBJECT, Field
-from expstore.storages.new_field import Coming
+from expstore.storages.new_field import NewField
 from expstore.storages.read_view import keys_for
 
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["Filler", "Reshaping", "check_coming", "check_going"]
+__all__ = ["Filler", "Reshaping", "check_going", "check_new_field"]
 
 #: Most rows, and approximate bytes, computed at a time.
 _ROWS, _BYTES = 4096, 8 << 20
@@ -48,18 +48,18 @@ class Filler:
 
     Args:
         storage: Holds the rows.
-        coming: The new field.
+        new_field: The new field.
         place: Where the values are written.
     """
 
-    def __init__(self, storage: ReadView, coming: Coming, place: Place) -> None:
-        self._storage, self._coming, self._place = storage, coming, place
+    def __init__(self, storage: ReadView, new_field: NewField, place: Place) -> None:
+        self._storage, self._new_field, self._place = storage, new_field, place
         self._done = 0  # the newest id that has its value
         self._changes = storage.changes.number & ~1
         self._content = storage.epochs.content
-        self._step = max(1, _BYTES // coming.entry.row_bytes)
-        if coming.fill is None:
-            self._step = min(self._step, coming.rows)
+        self._step = max(1, _BYTES // new_field.entry.row_bytes)
+        if new_field.fill is None:
+            self._step = min(self._step, new_field.rows)
 
     def run_ahead(self) -> None:
         """Fill the rows that exist, while other threads read and write."""
@@ -77,7 +77,7 @@ class Filler:
         storage = self._storage
         if storage.epochs.content != self._content:
             raise StateError("the store got another content meanwhile", hint="add the field again")
-        if self._coming.compute is not None and storage.changes.number & ~1 != self._changes:
+        if self._new_field.compute is not None and storage.changes.number & ~1 != self._changes:
             window = storage.window
             slots = storage.changes.since(self._changes)
             ids = window.ids() if slots is None else np.unique(storage.geometry.ids_in(slots, window.last))
@@ -90,19 +90,19 @@ class Filler:
             raise StateError("rows were written while the values of a field were computed", hint="only read")
 
     def _run(self) -> None:
-        storage, coming = self._storage, self._coming
+        storage, new_field = self._storage, self._new_field
         window = storage.window
         for first, count in replace(window, low=max(window.low, min(self._done, window.last))).runs():
             for start in range(first, first + count, self._step):
                 n = min(self._step, first + count - start)
                 self._place.lay(start, self._run_of(start, n))
-                if coming.progress is not None:
-                    coming.progress(start + n - 1 - window.low, window.size)
+                if new_field.progress is not None:
+                    new_field.progress(start + n - 1 - window.low, window.size)
         self._done = max(self._done, window.last)
 
     def _run_of(self, first_id: int, count: int) -> Array:
         """Return the values of a run of rows; zeros for rows that have left meanwhile."""
-        entry, fill = self._coming.entry, self._coming.fill
+        entry, fill = self._new_field.entry, self._new_field.fill
         if fill is not None:
             return np.ascontiguousarray(np.broadcast_to(fill, (count, *entry.shape)))
         ids = np.arange(first_id, first_id + count)
@@ -114,8 +114,8 @@ class Filler:
         return whole
 
     def _values(self, ids: IntArray) -> tuple[IntArray, Array]:
-        assert self._coming.compute is not None
-        return self._coming.compute(ids)
+        assert self._new_field.compute is not None
+        return self._new_field.compute(ids)
 
 
 class Reshaping:
@@ -146,7 +146,7 @@ class Reshaping:
                 self._inside = False
 
 
-def check_coming(storage: ReadView, entry: Field) -> None:
+def check_new_field(storage: ReadView, entry: Field) -> None:
     """Check that a storage can get another field.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.retention_policy import Retain
 from expstore.core.values import IntArray
 from expstore.disk.files import File
@@ -86,7 +86,7 @@ class Deletion:
         columns = self._engine.rows.columns
         return 1.0 if columns is None else columns.used_bytes(len(self._store))
 
-    def rows_of(self, episodes: IntArray) -> Gaps:
+    def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
         window, episodes_known = self._engine.rows.window, self._engine.rows.episodes
         with self._engine.locks.episodes:
@@ -112,7 +112,7 @@ class Deletion:
             store.writer()
             if store.geometry.slots is not None:
                 raise StateError(f"{store.path} is a ring, whose rows leave by age")
-            store.hold.wait()  # a snapshot may still have to copy them
+            store.snapshot_pin.wait()  # a snapshot may still have to copy them
             going = self.rows_of(episodes)
             if not going:
                 return GivenUp()
@@ -121,7 +121,7 @@ class Deletion:
             gone = int(np.unique(episodes).size)
             return GivenUp(gone, rows - len(store), max(0, before - self.columns_bytes()))
 
-    def delete_rows(self, going: Gaps) -> None:
+    def delete_rows(self, going: IdSet) -> None:
         """Delete rows of a growing store for good; see `delete`."""
         store, engine = self._store, self._engine
         with store.lock:
@@ -141,7 +141,7 @@ class Deletion:
                 engine.checkpointer.release(pin)
             engine.background.note()
 
-    def _record(self, going: Gaps) -> tuple[Gaps, Gaps, Pin]:
+    def _record(self, going: IdSet) -> tuple[IdSet, IdSet, Pin]:
         """Record durably that rows are deleted, then remove them in memory.
 
         Returns:
@@ -150,12 +150,12 @@ class Deletion:
         """
         engine, rows = self._engine, self._engine.rows
         window = rows.window
-        gaps = window.gaps.joined(going)
+        deleted = window.deleted.joined(going)
         through = window.low
-        if gaps and gaps.first[0] <= window.low + 1:
-            through = max(through, int(gaps.last[0]))
-        rest = gaps.between(through, window.last)
-        dead = gaps.joined(Gaps.of([(1, through)] if through else []))
+        if deleted and deleted.first[0] <= window.low + 1:
+            through = max(through, int(deleted.last[0]))
+        rest = deleted.between(through, window.last)
+        dead = deleted.joined(IdSet.of([(1, through)] if through else []))
         # Pages of rows deleted earlier may become free only together with these rows.
         pages = dead.common(going.widened(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
@@ -163,30 +163,30 @@ class Deletion:
         # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
         # treat deleted rows as live.
         engine.shared.retire(max(rows.retired, through))
-        manifest = engine.manifest.replace(gaps=rest)
-        if rest != window.gaps:  # after the record: an index without the record is rebuilt
+        manifest = engine.manifest.replace(deleted=rest)
+        if rest != window.deleted:  # after the record: an index without the record is rebuilt
             engine.save(manifest)
         engine.shared.note_layout()  # followers look again; rows that they are gathering become invalid
         with engine.locks.episodes:
             self._store.epochs.note_deleted()
-            rows.delete(replace(window, low=through, gaps=rest))
+            rows.delete(replace(window, low=through, deleted=rest))
             rows.episodes.give_up(going)
             rows.note_content((manifest.generation, sequence))
         engine.shared.note_record(sequence)
         return dead, pages, pin
 
-    def _note_emptied(self, pages: Gaps, files: set[File]) -> None:
+    def _note_emptied(self, pages: IdSet, files: set[File]) -> None:
         """Have the next checkpoint sync files, and sum the blocks or give them up."""
         rows = self._engine.rows
         if rows.columns is None or rows.checksums is None:
             return
         blocks = {block for start, stop in _blocks_of(pages) for block in range(start, stop)}
-        gaps, low, last = rows.window.gaps, rows.window.low, rows.window.last
+        deleted, low, last = rows.window.deleted, rows.window.low, rows.window.last
         empty = {
             block
             for block in blocks
             if (block + 1) * BLOCK_ROWS <= last
-            and not _live(gaps, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
+            and not _live(deleted, low, block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS)
         }
         with self._engine.locks.episodes:
             rows.columns.touched |= files
@@ -194,7 +194,7 @@ class Deletion:
 
     # -- space -----------------------------------------------------------------------------------
 
-    def _empty(self, dead: Gaps, pages: Gaps) -> set[File]:
+    def _empty(self, dead: IdSet, pages: IdSet) -> set[File]:
         """Free the space of rows that have left, around `pages`; return the files changed in place."""
         rows = self._engine.rows
         if rows.columns is None:
@@ -206,23 +206,23 @@ class Deletion:
             return files | rows.columns.free_shared(deleted)
 
 
-def _ids_of(fragments: IntArray) -> Gaps:
+def _ids_of(fragments: IntArray) -> IdSet:
     """Return the ids of all rows of fragments."""
     _, _, count, first, stride = fragments
     dense = (stride <= 1) | (count == 1)
-    found = Gaps.merged(first[dense], first[dense] + count[dense] - 1)
+    found = IdSet.merged(first[dense], first[dense] + count[dense] - 1)
     if dense.all():
         return found
-    return found.joined(Gaps.of_ids(all_ids(fragments[:, ~dense])))
+    return found.joined(IdSet.of_ids(all_ids(fragments[:, ~dense])))
 
 
-def _live(gaps: Gaps, low: int, start: int, stop: int) -> bool:
+def _live(deleted: IdSet, low: int, start: int, stop: int) -> bool:
     """Return whether a row in slots `start` to `stop` - 1 of a growing store can be read."""
     first = max(start, low)
-    return first < stop and gaps.upto(stop) - gaps.upto(first) < stop - first
+    return first < stop and deleted.upto(stop) - deleted.upto(first) < stop - first
 
 
-def _blocks_of(ids: Gaps) -> list[list[int]]:
+def _blocks_of(ids: IdSet) -> list[list[int]]:
     """Return the blocks of slots that hold rows: per run, the first block and the one after the last."""
-    blocks = Gaps.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
+    blocks = IdSet.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
     return [[first, last + 1] for first, last in blocks]

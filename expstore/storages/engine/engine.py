@@ -35,7 +35,7 @@ from expstore.storages.format.journal import Journal, Kind
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.index_protocol import CatalogLike, IndexLink
 from expstore.storages.locks import Locks
-from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.stats import Counters
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Engine:
         manifest: What expstore.json says.
         lock_file: The writer's lock, which is held; it is released if this fails.
         locks: Of the storage.
-        hold: Which rows a snapshot still needs.
+        snapshot_pin: Which rows a snapshot still needs.
         counters: What `stats` shows.
         index: Who keeps the index.
         durable: Whether each record is synced before the call that appends it returns.
@@ -83,13 +83,19 @@ class Engine:
         lock_file: WriterLock,
         *,
         locks: Locks,
-        hold: Hold,
+        snapshot_pin: SnapshotPin,
         counters: Counters,
         index: IndexLink,
         durable: bool,
         min_free_bytes: int,
     ) -> None:
-        self.path, self.disk, self.locks, self.hold, self.counters = path, disk, locks, hold, counters
+        self.path, self.disk, self.locks, self.snapshot_pin, self.counters = (
+            path,
+            disk,
+            locks,
+            snapshot_pin,
+            counters,
+        )
         self.durable, self._index = durable, index
         #: Held by this process, and by no other.
         self.lock_file = lock_file
@@ -376,7 +382,7 @@ class Engine:
 
     def may_tidy(self) -> bool:
         """Return whether files may be removed or replaced: no snapshot is being copied."""
-        return not self.hold.first
+        return not self.snapshot_pin.first
 
     def measure_space(self) -> None:
         """Look at the free space of the disk."""

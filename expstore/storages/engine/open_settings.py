@@ -88,7 +88,7 @@ class Settings:
     retain: Retain | None = None
     archive: str | Path | Literal[False] | None = None
 
-    def with_leaving(
+    def with_retention(
         self,
         retain: Retain | Mapping[str, Any] | None,
         archive: str | Path | Literal[False] | None = None,
@@ -144,7 +144,7 @@ def enter(
         _new_layout(settings)  # raises before any file is created or moved
     _check_archive(disk, path, capacity, settings.archive or None, new=new)
     if exists and new:
-        _move_aside(disk, path)
+        _move_old_store(disk, path)
     disk.make_dir(path)
     lock = WriterLock(disk, path / "LOCK")
     try:
@@ -286,7 +286,7 @@ def _look(disk: Disk, path: Path) -> bool:
     return False
 
 
-def _move_aside(disk: Disk, path: Path) -> None:
+def _move_old_store(disk: Disk, path: Path) -> None:
     WriterLock(disk, path / "LOCK").release()  # check that no process has the store open
     number = 1
     while disk.exists(path.with_name(f"{path.name}.old-{number}")):

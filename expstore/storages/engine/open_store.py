@@ -16,7 +16,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.geometry import RingGeometry
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray, cut_run
 from expstore.disk.checkpointed import Checkpointed, take_all
 from expstore.disk.files import File
@@ -78,15 +78,15 @@ class OpenStore(RowState):
         """Have the checksums of other columns; the caller closes the former."""
         self.checksums = checksums
 
-    def tombstones(self, slots: int | None) -> tuple[int, Gaps]:
+    def tombstones(self, slots: int | None) -> tuple[int, IdSet]:
         """Return which rows have left for good: all up to an id, and some above it.
 
         Args:
             slots: How many a ring has; None: the store grows.
         """
         if slots is None:
-            return self.window.low, self.window.gaps
-        return max(self.retired, self.last - slots), NO_GAPS
+            return self.window.low, self.window.deleted
+        return max(self.retired, self.last - slots), NO_IDS
 
     def base_record(self, generation: int, *, opening: bool) -> dict[str, Any]:
         """Return what a segment of the journal begins with: the state before its first record.

@@ -187,7 +187,7 @@ class Opening:
             keys = self._open_keys(past)
             opened.callback(keys.close)
             sequence = past.state.sequence if past else 0
-            manifest = former.replace(generation=former.generation + 1, gaps=rows.window.gaps)
+            manifest = former.replace(generation=former.generation + 1, deleted=rows.window.deleted)
             if cut:  # the index does not know that these episodes have ended
                 rows.note_content((manifest.generation, sequence + 1))
             if first:
@@ -244,7 +244,7 @@ class Opening:
             if self._manifest.schema is not None:
                 raise no_records(self._disk, folder)
             return None
-        past = read_past(records, self._manifest.gaps)
+        past = read_past(records, self._manifest.deleted)
         lost = lost_records(self._shared.page, past, fits=self._same_boot)
         if lost:
             raise CorruptionError(f"{folder} {lost}")
@@ -309,7 +309,7 @@ class Opening:
         verify(past, lambda publish: self._is_whole(publish, columns, past.synced), manifest.column_set)
         low, last = past.state.window_low(capacity), past.state.last
         if columns is not None:
-            for first, count in Window(low, last, past.gaps).runs():
+            for first, count in Window(low, last, past.deleted).runs():
                 columns.require_rows(first, count)
             self._redo(past, columns)
 
@@ -381,7 +381,7 @@ class Opening:
             for column in columns.row_fields[1:3]
         )
         ids = np.arange(first_id, first_id + count)
-        if ((episodes < 1) & ~self._manifest.gaps.holds(ids)).any():
+        if ((episodes < 1) & ~self._manifest.deleted.holds(ids)).any():
             raise CorruptionError(f"{self._path}/columns/_row/episode has rows without an episode")
         return episodes, steps
 
@@ -549,7 +549,7 @@ def _opening_bytes(disk: Disk, path: Path, manifest: Manifest) -> int:
     """Return roughly how many bytes an opening needs: expstore.json, a segment, rows after the checkpoint."""
     need = 4 * PAGE + 2 * disk.size(path / MANIFEST)
     records = read_journal(disk, path / JOURNAL)
-    past = read_past(records, manifest.gaps) if records else None
+    past = read_past(records, manifest.deleted) if records else None
     if past is None or past.clean or manifest.schema is None:
         return need
     columns = len(manifest.schema.fields) + len(ROW_FIELDS)

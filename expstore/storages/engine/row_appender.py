@@ -116,7 +116,7 @@ class RowAppender:
             unsynced = last_id - engine.checkpointer.covered
             if (
                 segments is None
-                or store.hold.first
+                or store.snapshot_pin.first
                 or state.sampled is not None
                 or state.priorities.within
                 or joins.awaiting

@@ -126,7 +126,7 @@ class Store(Storage):
             manifest,
             lock_file,
             locks=self.locks,
-            hold=self.hold,
+            snapshot_pin=self.snapshot_pin,
             counters=self.counters,
             index=self.index,
             durable=durable,
@@ -375,8 +375,8 @@ class Store(Storage):
         Raises:
             StorageError: The disk is too full, or failed; nothing was written.
         """
-        if self.hold.first and self.geometry.slots is not None:
-            self.hold.wait(rows.last_id - self.geometry.slots)
+        if self.snapshot_pin.first and self.geometry.slots is not None:
+            self.snapshot_pin.wait(rows.last_id - self.geometry.slots)
         self._make_room(rows.count)
         if rows.key is not None:
             self._make_room_for_key()
@@ -549,7 +549,7 @@ class Store(Storage):
     ) -> None:
         if self._state.columns is not None:
             self._state.columns.check_changeable(places)
-        self.hold.wait()
+        self.snapshot_pin.wait()
         self._updates.change(ids, places, columns, replaces=replaces)
 
     def _annotate(self, change: LogEntry | End | Resume) -> None:

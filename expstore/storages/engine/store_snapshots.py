@@ -120,7 +120,7 @@ class StoreSnapshots(ContentAccess):
         """
         store, engine = self._storage, self._engine
         store.writer()
-        store.hold.wait()
+        store.snapshot_pin.wait()
         self.settle()
         engine.write_values()
         if store.state.write_keys.waiting:

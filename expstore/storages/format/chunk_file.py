@@ -19,9 +19,10 @@ from expstore.disk.files import File
 from expstore.errors import CorruptionError
 
 __all__ = [
-    "ANY_TURN",
+    "ANY_LAP",
     "HEADER_BYTES",
     "Chunks",
+    "find_lap",
     "index_bytes",
     "no_chunks",
     "pack_chunk",
@@ -29,14 +30,13 @@ __all__ = [
     "read_index",
     "scan_chunks",
     "sum_chunk",
-    "turn_of",
 ]
 
 #: u32 length, u32 number in the shard, u32 lap of the ring, u32 crc32c of these and of the chunk.
 _HEADER = struct.Struct("<IIII")
 HEADER_BYTES = _HEADER.size
 #: Lap number of copied chunks in a snapshot; readers accept them for every lap.
-ANY_TURN = (1 << 32) - 1
+ANY_LAP = (1 << 32) - 1
 #: Offset of a missing chunk in the index.
 _MISSING = (1 << 64) - 1
 #: Bytes read at a time.
@@ -57,9 +57,9 @@ class Chunks(NamedTuple):
     end: int
 
 
-def pack_chunk(number: int, turn: int, chunk: bytes) -> bytes:
+def pack_chunk(number: int, lap: int, chunk: bytes) -> bytes:
     """Return the bytes of a chunk in the file: header, then chunk."""
-    head = struct.pack("<III", len(chunk), number, turn)
+    head = struct.pack("<III", len(chunk), number, lap)
     return head + sum_chunk(head, chunk).to_bytes(4, "little") + chunk
 
 
@@ -74,7 +74,7 @@ def sum_chunk(head: bytes, chunk: bytes) -> int:
     return crc
 
 
-def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, *, table: int = 0) -> Chunks:
+def scan_chunks(file: File, count: int, lap: int, start: Chunks | None = None, *, table: int = 0) -> Chunks:
     """Find the chunks of an unfinished file, up to the first bytes that are not a chunk.
 
     If two chunks have the same number, the later one is used.
@@ -82,7 +82,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, 
     Args:
         file: The file.
         count: How many chunks a shard has.
-        turn: The lap of the ring that the chunks must have.
+        lap: The lap of the ring that the chunks must have.
         start: Result of an earlier scan, to continue from there; its arrays are modified.
         table: Length of the table before each frame, bytes.
     """
@@ -96,7 +96,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, 
             if len(data) < HEADER_BYTES:
                 break
         size, number, told, crc = _HEADER.unpack_from(data, at)
-        if not size or size < table or number >= count or told != turn:
+        if not size or size < table or number >= count or told != lap:
             break
         if at + HEADER_BYTES + size > len(data):
             data, base, at = file.read(end, max(_STEP, HEADER_BYTES + size)), end, 0
@@ -110,7 +110,7 @@ def scan_chunks(file: File, count: int, turn: int, start: Chunks | None = None, 
     return Chunks(offsets, sizes, end)
 
 
-def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
+def find_lap(file: File, chunks: Chunks, *, table: int = 0) -> int:
     """Return the lap of the ring of a finished file's chunks; -1 if the file has no chunks.
 
     Raises:
@@ -119,21 +119,21 @@ def turn_of(file: File, chunks: Chunks, *, table: int = 0) -> int:
     there = np.flatnonzero(chunks.offsets >= 0).tolist()
     for number in there:
         start, size = int(chunks.offsets[number]) - HEADER_BYTES - table, int(chunks.sizes[number]) + table
-        if start >= 0 and (turn := _turn_in(file.read(start, HEADER_BYTES + size), number, size)) >= 0:
-            return turn
+        if start >= 0 and (lap := _read_lap(file.read(start, HEADER_BYTES + size), number, size)) >= 0:
+            return lap
     if there:
         raise CorruptionError(f"all chunks of {file.path} are damaged")
     return -1
 
 
-def _turn_in(data: bytes, number: int, size: int) -> int:
+def _read_lap(data: bytes, number: int, size: int) -> int:
     """Return the lap in a chunk's header; -1 if the chunk is damaged."""
     if len(data) < HEADER_BYTES + size:
         return -1
-    told, what, turn, crc = _HEADER.unpack_from(data)
+    told, what, lap, crc = _HEADER.unpack_from(data)
     chunk = data[HEADER_BYTES:]
     whole = sum_chunk(data[:12], chunk) == crc
-    return int(turn) if whole and (told, what) == (size, number) else -1
+    return int(lap) if whole and (told, what) == (size, number) else -1
 
 
 def no_chunks(count: int) -> Chunks:

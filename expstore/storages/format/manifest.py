@@ -19,7 +19,7 @@ import google_crc32c
 import numpy as np
 
 from expstore.core.geometry import RingGeometry
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Key, Ranking, to_key
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError, StateError
@@ -77,7 +77,7 @@ class Manifest:
         done_reduce: How several flags of a row become one; None: as "any".
         flatten: Whether all dims of a batch are rows (else only the first one is).
         meta: The user's own metadata.
-        gaps: Rows that were deleted by a repair or retention, between readable rows.
+        deleted: Rows that were deleted by a repair or retention, between readable rows.
         ndim: How many dims of a batch are rows.
         dims: Sizes of those dims beyond the first; () before the first rows.
         ranking: How rows are ranked, if only the best are kept; None: the newest are kept.
@@ -106,7 +106,7 @@ class Manifest:
     done_reduce: str | None = None
     flatten: bool = True
     meta: dict[str, Any] = field(default_factory=dict)
-    gaps: Gaps = NO_GAPS
+    deleted: IdSet = NO_IDS
     ndim: int = 1
     dims: tuple[int, ...] = ()
     ranking: Ranking | None = None
@@ -166,7 +166,7 @@ class Manifest:
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = FORMAT
-        data["gaps"] = _pack_gaps(self.gaps)
+        data["gaps"] = _pack_ids(data.pop("deleted"))
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 
@@ -253,26 +253,26 @@ def _values_of(data: dict[str, Any]) -> dict[str, Any]:
         "traj_key": to_key(data["traj_key"]) if data["traj_key"] else None,
         "done_keys": tuple(map(to_key, data["done_keys"])) if data["done_keys"] else None,
         "reward_key": to_key(data["reward_key"]),
-        "gaps": _unpack_gaps(data["gaps"]),
+        "deleted": _unpack_ids(data.pop("gaps")),
         "dims": tuple(map(int, data["dims"])),
         "ranking": Ranking(to_key(ranked["key"]), ranked["reduction"]) if ranked else None,
         "specs": json.dumps(specs, separators=(",", ":")) if specs else "",
     }
 
 
-def _pack_gaps(gaps: Gaps) -> Any:
+def _pack_ids(deleted: IdSet) -> Any:
     """Return runs as JSON keeps them: pairs, or, of many, the text of their compressed distances."""
-    if len(gaps) <= _LISTED:
-        return list(gaps)
-    bounds = np.stack([gaps.first, gaps.last], axis=1).reshape(-1)
+    if len(deleted) <= _LISTED:
+        return list(deleted)
+    bounds = np.stack([deleted.first, deleted.last], axis=1).reshape(-1)
     return base64.b64encode(zlib.compress(np.diff(bounds, prepend=0).astype("<i8").tobytes(), 1)).decode()
 
 
-def _unpack_gaps(kept: Any) -> Gaps:
+def _unpack_ids(kept: Any) -> IdSet:
     if not isinstance(kept, str):
-        return Gaps.of((first, last) for first, last in kept)
+        return IdSet.of((first, last) for first, last in kept)
     bounds = np.cumsum(np.frombuffer(zlib.decompress(base64.b64decode(kept)), "<i8")).reshape(-1, 2)
-    return Gaps(np.ascontiguousarray(bounds[:, 0]), np.ascontiguousarray(bounds[:, 1]))
+    return IdSet(np.ascontiguousarray(bounds[:, 0]), np.ascontiguousarray(bounds[:, 1]))
 
 
 def _checksum(data: dict[str, Any]) -> str:

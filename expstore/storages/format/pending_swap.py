@@ -24,9 +24,9 @@ from expstore.schema.schema import Schema
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS
 
-__all__ = ["ASIDE", "COLUMN", "LATE", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
+__all__ = ["COLUMN", "LATE", "TEMPORARY", "Plan", "begin_late", "commit_late", "finish_late", "sums_path"]
 
-LATE, ASIDE = "late", "late.tmp"
+LATE, TEMPORARY = "late", "late.tmp"
 #: Names in that folder: the plan; the new column; the dropped column.
 _PLAN, COLUMN, _OLD = "plan", "column", "old"
 
@@ -103,14 +103,14 @@ def begin_late(
     Raises:
         StateError: A file or folder that is not a column of the store has the column's name.
     """
-    aside, late, place = path / ASIDE, path / LATE, path / COLUMNS / plan.top
+    temporary, late, place = path / TEMPORARY, path / LATE, path / COLUMNS / plan.top
     if plan.act == "add" and disk.exists(place):
         raise StateError(f"{place} is in the way: it is no column of the store", hint="move it away")
-    disk.make_dir(aside)
-    disk.put(aside / _PLAN, plan.pack())
-    disk.put(aside / CHECKSUMS, sums)
-    sync_paths(disk, [aside / _PLAN, aside / CHECKSUMS, *built], sorted({aside, *folders}), pool)
-    disk.rename(aside, late)
+    disk.make_dir(temporary)
+    disk.put(temporary / _PLAN, plan.pack())
+    disk.put(temporary / CHECKSUMS, sums)
+    sync_paths(disk, [temporary / _PLAN, temporary / CHECKSUMS, *built], sorted({temporary, *folders}), pool)
+    disk.rename(temporary, late)
     disk.sync_dir(path)
     if plan.act == "add":
         disk.rename(late / COLUMN, place)
@@ -136,7 +136,7 @@ def finish_late(disk: Disk, path: Path) -> bool:
     """
     late = path / LATE
     if not disk.exists(late):
-        disk.remove_tree(path / ASIDE)
+        disk.remove_tree(path / TEMPORARY)
         return False
     plan = Plan.load(disk, late)
     committed = _is_committed(disk, path, plan)
@@ -148,9 +148,9 @@ def finish_late(disk: Disk, path: Path) -> bool:
         disk.sync_dir(place.parent)
     disk.sync_dir(path)
     disk.sync_dir(late)
-    disk.rename(late, path / ASIDE)
+    disk.rename(late, path / TEMPORARY)
     disk.sync_dir(path)
-    disk.remove_tree(path / ASIDE)
+    disk.remove_tree(path / TEMPORARY)
     return True
 
 

@@ -97,7 +97,7 @@ def replay(storage: StoreFolder, *, same_boot: bool) -> Replay:
         return Replay(None, None, Overlay(), EpisodeTable())
     columns = open_columns(storage)
     try:
-        return _replay(storage, read_past(records, storage.manifest.gaps), columns, same_boot=same_boot)
+        return _replay(storage, read_past(records, storage.manifest.deleted), columns, same_boot=same_boot)
     except BaseException:
         if columns is not None:
             columns.close()

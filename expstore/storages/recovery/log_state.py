@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from expstore.core.draw_state import Randomness, from_json
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Window
 from expstore.episodes.log import LogEntry, unpack_entry
 from expstore.episodes.sessions import End, Resume
@@ -113,11 +113,11 @@ class LogState:
         """Return the newest id that cannot be read any more."""
         return self.retired if capacity is None else max(self.retired, self.last - capacity)
 
-    def window(self, capacity: int | None, gaps: Gaps) -> Window:
-        """Return the rows that can be read, of which `gaps` have left."""
+    def window(self, capacity: int | None, deleted: IdSet) -> Window:
+        """Return the rows that can be read, of which `deleted` have left."""
         low = self.window_low(capacity)
         # Ids beyond the last one will be given again, to rows that can be read.
-        return Window(low, self.last, gaps.between(low, self.last))
+        return Window(low, self.last, deleted.between(low, self.last))
 
 
 def apply_to_episodes(record: Record, table: EpisodeTable, publish: Publish | None = None) -> list[LogEntry]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import IntArray, Window, cut_run
 from expstore.episodes.log import LogEntry
 from expstore.episodes.table import EpisodeTable
@@ -49,7 +49,7 @@ class Past:
         synced: The newest id that the checkpoint covers.
         log_length: How many bytes of episodes.log the checkpoint covers.
         clean: Whether the writer closed the store.
-        gaps: Rows that have left, as listed in expstore.json.
+        deleted: Rows that have left, as listed in expstore.json.
         state: The state after the records; `verify` computes it.
         cut: How many batches were not whole, and are dropped.
         publishes: The commit records among `records`.
@@ -61,14 +61,14 @@ class Past:
     synced: int
     log_length: int
     clean: bool
-    gaps: Gaps
+    deleted: IdSet
     state: LogState
     cut: int = 0
     publishes: list[Publish] = field(default_factory=list)
 
     def window(self, capacity: int | None) -> Window:
         """Return the readable rows."""
-        return self.state.window(capacity, self.gaps)
+        return self.state.window(capacity, self.deleted)
 
     def unsynced(self) -> Iterator[Publish]:
         """Yield the commit records of rows that no checkpoint covers.
@@ -79,12 +79,12 @@ class Past:
         return (publish for publish in self.publishes if publish.last_id > self.synced)
 
 
-def read_past(records: list[Record], gaps: Gaps) -> Past:
+def read_past(records: list[Record], deleted: IdSet) -> Past:
     """Find the newest durable checkpoint in the journal; `verify` decides which later records are valid.
 
     Args:
         records: The records of the journal.
-        gaps: Rows that have left, as listed in expstore.json.
+        deleted: Rows that have left, as listed in expstore.json.
     """
     base = records[0].json()
     rest = records[1:]
@@ -95,7 +95,7 @@ def read_past(records: list[Record], gaps: Gaps) -> Past:
         synced=base["last"],
         log_length=base["log_length"],
         clean=bool(rest) and rest[-1].kind is Kind.CLOSE,
-        gaps=gaps,
+        deleted=deleted,
         state=LogState.of(records[0]),
     )
     for place, record in enumerate(rest):
@@ -174,7 +174,7 @@ def rebuild_episodes(
     found = rows(low + 1, base_last - low) if base_last > low else None
     if found is not None:
         ids = np.arange(base_last + 1 - found[0].size, base_last + 1)  # the oldest rows may be overwritten
-        kept = ~past.gaps.holds(ids)
+        kept = ~past.deleted.holds(ids)
         if kept.all():
             table.load_rows(ids, *found)
         else:
@@ -184,7 +184,7 @@ def rebuild_episodes(
         new = apply_to_episodes(record, table)
         if place >= past.settled:
             entries += new
-    table.give_up(past.gaps)
+    table.give_up(past.deleted)
     return entries
 
 

@@ -51,7 +51,7 @@ class LiveTail:
             raise CorruptionError(f"{storage.path / JOURNAL} has no segment that can be read")
         ready = next((n for n, r in enumerate(records) if n and _last_of(r) > limit), len(records))
         self._waiting = records[ready:]
-        past = read_past(records[:ready], storage.manifest.gaps)
+        past = read_past(records[:ready], storage.manifest.deleted)
         verify(past, lambda publish: True)
         #: What the records say so far.
         self.state = past.state

@@ -1,7 +1,7 @@
 """The state of a storage at one moment, to be copied while other threads read and write.
 
-Used by snapshots. Only priorities, counts and numbers are copied here. Rows are views, which a `Hold` keeps
-from being overwritten until the copier reports them copied, or packed chunks.
+Used by snapshots. Only priorities, counts and numbers are copied here. Rows are views, which a
+`SnapshotPin` keeps from being overwritten until the copier reports them copied, or packed chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_state import RowState
-from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshot_pin import SnapshotPin
 
 __all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
 
@@ -47,7 +47,7 @@ class Frozen:
         episodes: How many episodes have rows.
         sums: An entry per block of 4096 slots, by which changed blocks can be told from unchanged ones; None
             if the storage has no checksums.
-        hold: Is told which rows are copied.
+        snapshot_pin: Is told which rows are copied.
     """
 
     manifest: Manifest
@@ -60,7 +60,7 @@ class Frozen:
     log: bytes
     episodes: int
     sums: Array | None
-    hold: Hold
+    snapshot_pin: SnapshotPin
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -145,19 +145,19 @@ def frozen(storage: Storage) -> Iterator[Frozen]:
     """Keep a storage's rows unchanged for the length of the block.
 
     Rows can still be added. A thread that would overwrite one of these rows, or change one in place, waits
-    for `hold.move`.
+    for `snapshot_pin.move`.
 
     Raises:
         StateError: The storage is closed, or open for reading only.
         StorageError: Rows could not be synced to the disk.
     """
-    with storage.hold.turn():
+    with storage.snapshot_pin.acquire():
         storage.sync()
         with storage.lock:
             storage.writer()
             storage.snapshots.settle()
             state = _freeze(storage)
-            storage.hold.move(state.window.low + 1)
+            storage.snapshot_pin.move(state.window.low + 1)
         yield state
 
 
@@ -190,5 +190,5 @@ def _freeze(storage: Storage) -> Frozen:
         log=storage.snapshots.log_bytes(),
         episodes=np.unique(live[0]).size,
         sums=storage.snapshots.block_sums(),
-        hold=storage.hold,
+        snapshot_pin=storage.snapshot_pin,
     )

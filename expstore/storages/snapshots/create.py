@@ -99,7 +99,7 @@ def dump(
     storage.snapshots.prepare()
     disk, place = storage.disk, local_path(path)
     _make_place(disk, place)
-    with _turn(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
+    with _lock_folder(disk, place), ThreadPoolExecutor(_THREADS, thread_name_prefix="expstore-dump") as pool:
         remove_scraps(disk, place)
         known = list_versions(disk, place)
         if tag is not None and tag in [version.tag for version in known]:
@@ -185,7 +185,7 @@ def _make_place(disk: Disk, place: Path) -> None:
 
 
 @contextmanager
-def _turn(disk: Disk, place: Path) -> Iterator[None]:
+def _lock_folder(disk: Disk, place: Path) -> Iterator[None]:
     """Hold the lock for making snapshots in a folder."""
     try:
         lock = WriterLock(disk, place / LOCK)
@@ -288,11 +288,11 @@ class _Copy:
         for shard in (*range(first, self.shards), *range(min(first, self.shards))):
             passed = shard * self.rows + (ahead if shard < first else -start)
             if passed > 0:
-                state.hold.move(state.window.low + 1 + passed)
+                state.snapshot_pin.move(state.window.low + 1 + passed)
             for place in range(len(self.fields)):
                 if not linked[place, shard]:
                     self._write_shard(place, shard)
-        state.hold.move(0)
+        state.snapshot_pin.move(0)
         for capture in state.captures:
             for path, size in capture.complete():
                 self.build.note(path, size)

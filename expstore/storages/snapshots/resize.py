@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.geometry import RingGeometry, round_up
-from expstore.core.id_set import NO_GAPS
+from expstore.core.id_set import NO_IDS
 from expstore.core.values import Array, IntArray, Ranking
 from expstore.episodes.log import LogEntry
 from expstore.errors import StateError
@@ -157,7 +157,7 @@ class _Best(Arrival):
     def __init__(self, storage: Storage, ranking: Ranking, capacity: int, progress: Progress) -> None:
         self._own, self._storage, self._progress = _Own.of(storage), storage, progress
         self._kept = _best_ids(storage, ranking, capacity)
-        manifest = _manifest_for(storage, self._own.manifest, capacity).replace(gaps=NO_GAPS)
+        manifest = _manifest_for(storage, self._own.manifest, capacity).replace(deleted=NO_IDS)
         numbers = {"low": 0, "count": self._kept.size, "id_shift": storage.last, "episode_shift": 0}
         super().__init__(self._own, manifest, storage.episodes.session, **numbers)
 

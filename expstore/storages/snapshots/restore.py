@@ -55,7 +55,7 @@ __all__ = [
     "refuse_half_loaded",
 ]
 
-LOAD, ASIDE = "load", "load.tmp"
+LOAD, TEMPORARY = "load", "load.tmp"
 _OLD = "old"
 #: Settings in expstore.json that a storage keeps when its content is replaced.
 _OWN = (
@@ -291,7 +291,7 @@ class Arrival:
         table = storage.episodes
         return cls(
             content,
-            manifest.replace(gaps=content.manifest.gaps.shifted(shift)),
+            manifest.replace(deleted=content.manifest.deleted.shifted(shift)),
             table.session,
             low=low,
             count=last - low,
@@ -429,37 +429,37 @@ def build_load(storage: Storage, path: Path, arrival: Arrival, *, sequence: int,
         sequence: LSN of the last record in the store's journal.
         ready: How many slots the store's columns have room for. Readers need as many in the new columns.
     """
-    disk, aside = storage.disk, path / ASIDE
-    disk.remove_tree(aside)
+    disk, temporary = storage.disk, path / TEMPORARY
+    disk.remove_tree(temporary)
     try:
-        _build(disk, aside, arrival, sequence=sequence, ready=ready)
+        _build(disk, temporary, arrival, sequence=sequence, ready=ready)
     except BaseException:
         with contextlib.suppress(StorageError):  # if this fails, the next opening removes it
-            disk.remove_tree(aside)
+            disk.remove_tree(temporary)
         raise
 
 
-def _build(disk: Disk, aside: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
+def _build(disk: Disk, temporary: Path, arrival: Arrival, *, sequence: int, ready: int) -> None:
     manifest = arrival.manifest
-    disk.make_dir(aside)
-    written, folders = [aside / MANIFEST, aside / LOG], {aside, aside / JOURNAL}
+    disk.make_dir(temporary)
+    written, folders = [temporary / MANIFEST, temporary / LOG], {temporary, temporary / JOURNAL}
     stamp = (manifest.generation, sequence + 1)
     with ThreadPoolExecutor(8, thread_name_prefix="expstore-load") as pool:
         if manifest.schema is not None:
-            paths, more = _build_columns(disk, aside, arrival, manifest.schema, stamp, ready, pool)
+            paths, more = _build_columns(disk, temporary, arrival, manifest.schema, stamp, ready, pool)
             written += paths
             folders |= more
-        disk.put(aside / MANIFEST, manifest.pack())
+        disk.put(temporary / MANIFEST, manifest.pack())
         log = b"".join(entry.pack() for entry in arrival.entries())
-        disk.put(aside / LOG, log)
-        disk.make_dir(aside / JOURNAL)
-        written += _build_journal(disk, aside / JOURNAL, arrival, stamp, len(log))
+        disk.put(temporary / LOG, log)
+        disk.make_dir(temporary / JOURNAL)
+        written += _build_journal(disk, temporary / JOURNAL, arrival, stamp, len(log))
         sync_paths(disk, written, sorted(folders), pool)
 
 
 def _build_columns(
     disk: Disk,
-    aside: Path,
+    temporary: Path,
     arrival: Arrival,
     schema: Schema,
     stamp: tuple[int, int],
@@ -471,10 +471,10 @@ def _build_columns(
     fields, slots = (*schema.fields, *ROW_FIELDS), manifest.slots
     attributes = {"expstore": {"capacity": manifest.capacity, "slots": slots}}
     packings = layout_of(manifest).packings(fields, slots, manifest.reach)
-    WritableColumns.create(disk, aside / COLUMNS, fields, slots, pool, attributes, packings)
+    WritableColumns.create(disk, temporary / COLUMNS, fields, slots, pool, attributes, packings)
     group = WritableColumns(
         disk,
-        aside / COLUMNS,
+        temporary / COLUMNS,
         fields,
         slots,
         reach=manifest.reach,
@@ -487,7 +487,7 @@ def _build_columns(
             pieces = cut_run(first, len(arrays[0]), slots)
             group.write(pieces, arrays[:-5], np.stack(arrays[-5:-1]), arrays[-1])
             blocks |= blocks_of(pieces)
-        sums = Checksums(disk, aside / CHECKSUMS, group)
+        sums = Checksums(disk, temporary / CHECKSUMS, group)
         try:
             sums.update(blocks, generation=stamp[0], sequence=stamp[1])
         finally:
@@ -497,8 +497,8 @@ def _build_columns(
         for segments in group.shared:
             segments.give_back()
         written = [path for part in group.parts for path in part.paths()]
-        written += _build_sampled(disk, aside / COLUMNS, arrival, group.ready, pool)
-        return [aside / CHECKSUMS, *written], group.new_folders
+        written += _build_sampled(disk, temporary / COLUMNS, arrival, group.ready, pool)
+        return [temporary / CHECKSUMS, *written], group.new_folders
     finally:
         group.close()
 
@@ -543,7 +543,7 @@ def _build_journal(
 
 def commit_load(disk: Disk, path: Path) -> None:
     """Commit the content that was built; the caller then calls `finish_load`."""
-    disk.rename(path / ASIDE, path / LOAD)
+    disk.rename(path / TEMPORARY, path / LOAD)
     disk.sync_dir(path)
 
 
@@ -565,7 +565,7 @@ def finish_load(disk: Disk, path: Path) -> bool:
     """
     load, old = path / LOAD, path / LOAD / _OLD
     if not disk.exists(load):
-        disk.remove_tree(path / ASIDE)
+        disk.remove_tree(path / TEMPORARY)
         return False
     disk.make_dir(old)
     for name in (COLUMNS, SEGMENTS, JOURNAL):
@@ -579,7 +579,7 @@ def finish_load(disk: Disk, path: Path) -> bool:
             disk.rename(load / name, path / name)
     disk.sync_dir(path)
     disk.sync_dir(load)
-    disk.rename(load, path / ASIDE)
+    disk.rename(load, path / TEMPORARY)
     disk.sync_dir(path)
-    disk.remove_tree(path / ASIDE)
+    disk.remove_tree(path / TEMPORARY)
     return True

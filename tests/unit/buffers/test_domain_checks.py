@@ -346,7 +346,7 @@ def test_specs_are_read_once_until_they_are_others(monkeypatch: pytest.MonkeyPat
         rb.extend(rows(4), validate="domain")
 
 
-def test_rows_that_are_dropped_may_hold_anything(tmp_path: Path) -> None:
+def test_rows_that_are_dropped_may_contain_anything(tmp_path: Path) -> None:
     batch = rows(4)
     batch["collector", "traj_ids"] = torch.tensor([0, -1, 0, 0])
     batch["action"][1] = 99

@@ -121,7 +121,7 @@ def test_without_p_members_have_the_same_chance() -> None:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("p", [[0.0, 3.0, 1.0], torch.tensor([0.0, 0.75, 0.25])])
-def test_p_is_the_law_and_zero_is_never(p: Any) -> None:
+def test_p_is_the_distribution_and_zero_is_never(p: Any) -> None:
     found = shares(ensemble(p=p, num_buffer_sampled=60), 60, 100)
     assert found[0] == 0
     assert found[1:] == pytest.approx([0.75, 0.25], abs=0.03)
@@ -136,7 +136,7 @@ def test_parts_are_drawn_independently() -> None:
     assert pairs / 2000 == pytest.approx(np.array([[0.09, 0.21], [0.21, 0.49]]), abs=0.04)
 
 
-def test_within_a_member_rows_are_drawn_by_its_own_law() -> None:
+def test_within_a_member_rows_are_drawn_by_its_own_rule() -> None:
     sampler = PrioritizedSampler(50, alpha=1.0, beta=1.0)
     first = member(0, 4, sampler=sampler)
     first.update_priority(torch.arange(4), torch.tensor([1.0, 1.0, 2.0, 4.0]))
@@ -435,7 +435,7 @@ def test_what_is_no_ensemble() -> None:
 
 
 @pytest.mark.parametrize("p", [[1, 1], [1, -1, 1], [0, 0, 0], [1, np.nan, 1], "often"])
-def test_what_is_no_law(p: Any) -> None:
+def test_what_is_no_distribution(p: Any) -> None:
     rb = ensemble()
     with pytest.raises(ValueError, match="one per member|only dynamic"):
         rb.sampler.p = p

@@ -46,9 +46,9 @@ def rb(request: pytest.FixtureRequest, store_path: Path) -> Any:
         made = expstore.open(store_path, capacity=12, batch_size=4)
     with made:
         made.extend(steps(4, 0, end="terminated"), source="a")
-        for turn in range(2):
-            made.extend(steps(2, 10 + 2 * turn), source="a")
-            made.extend(steps(1, 20 + turn), source="b")
+        for cycle in range(2):
+            made.extend(steps(2, 10 + 2 * cycle), source="a")
+            made.extend(steps(1, 20 + cycle), source="b")
         yield made
 
 
@@ -182,10 +182,10 @@ def test_rows_that_are_overwritten_while_they_are_read_are_read_again(
     rb: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb.extend(steps(4, 14), source="a")
-    read, turns = rb.storage.read, iter(range(100))
+    read, cycles = rb.storage.read, iter(range(100))
 
     def slow(*asked: Any) -> Any:
-        if next(turns) < 2:
+        if next(cycles) < 2:
             rb.extend(steps(5000, 18), source="a")  # longer than the ring and its spare slots
         return read(*asked)
 

@@ -226,12 +226,12 @@ def test_copies_and_forks_have_their_own(ring: TensorDictReplayBuffer) -> None:
     twin.close()
     held, ready = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def block() -> None:
         with ring._stats_keeper._lock:
             ready.set()
             held.wait()
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=block)
     thread.start()
     ready.wait()
     try:

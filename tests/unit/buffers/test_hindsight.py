@@ -111,10 +111,10 @@ def test_goals_come_through_interleaved_workers_a_wrapped_ring_and_a_restart(
         return buffer(storage, strategy=strategy)
 
     rb, rows = opened(), []
-    for turn in range(0, 20, 2):
+    for cycle in range(0, 20, 2):
         for worker in range(3):
-            episode = 10 * worker + turn // 8
-            data = steps(episode, 2, first=turn % 8, ends=turn % 8 == 6, names=True)
+            episode = 10 * worker + cycle // 8
+            data = steps(episode, 2, first=cycle % 8, ends=cycle % 8 == 6, names=True)
             rb.extend(data, source=f"worker {worker}")
             rows += data["achieved_goal"][:, 0].long().tolist()
     if kind == "disk":

@@ -328,7 +328,7 @@ def test_arrays_of_other_libraries_are_taken(rb: TensorDictReplayBuffer) -> None
     assert rb["action"].tolist() == [*range(42)]
 
 
-def test_a_dict_may_hold_tensordicts_and_tensors(rb: TensorDictReplayBuffer) -> None:
+def test_a_dict_may_contain_tensordicts_and_tensors(rb: TensorDictReplayBuffer) -> None:
     data = rows(40, 3)
     rb.extend(data | {"next": tensordict(data["next"], 3), "action": torch.arange(40, 43)})
     np.testing.assert_array_equal(rb["next", "reward"].numpy()[:, 0], np.arange(43))

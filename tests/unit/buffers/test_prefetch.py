@@ -137,10 +137,10 @@ def test_many_threads_are_served_once_each(sampler: str) -> None:
 def test_no_row_that_was_overwritten_goes_out() -> None:
     rb = in_memory(4, capacity=64)
     rb.extend(numbered_rows(64))
-    for turn in range(1, 30):
+    for cycle in range(1, 30):
         rb.sample()
-        rb.extend(numbered_rows(100, turn * 100))  # longer than ring and spare
-        assert min(drawn(rb, 1)[0]) >= turn * 100 + 36
+        rb.extend(numbered_rows(100, cycle * 100))  # longer than ring and spare
+        assert min(drawn(rb, 1)[0]) >= cycle * 100 + 36
     rb.close()
 
 
@@ -148,9 +148,9 @@ def test_rows_that_stay_are_not_drawn_again() -> None:
     sampler = Watched()
     rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=sampler, batch_size=SIZE, prefetch=2)
     rb.extend(numbered_rows(500))
-    for turn in range(20):
+    for cycle in range(20):
         rb.sample()
-        rb.extend(numbered_rows(10, 1000 + turn * 10))
+        rb.extend(numbered_rows(10, 1000 + cycle * 10))
     rb.close()
     assert len(sampler.made) <= 22
 
@@ -158,10 +158,10 @@ def test_rows_that_stay_are_not_drawn_again() -> None:
 def test_a_change_is_in_the_next_batch() -> None:
     rb = in_memory(4, capacity=64)
     rb.extend(numbered_rows(64))
-    for turn in range(1, 20):
+    for cycle in range(1, 20):
         rb.sample()
-        rb[:] = numbered_rows(64, turn * 100)
-        assert min(drawn(rb, 1)[0]) >= turn * 100
+        rb[:] = numbered_rows(64, cycle * 100)
+        assert min(drawn(rb, 1)[0]) >= cycle * 100
         assert rb.stats()["prefetch_queue_size"] == 4  # the next one is under way again
     rb.close()
 
@@ -214,9 +214,9 @@ def test_a_growing_store_begins_its_pass_anew() -> None:
         rb = in_memory(ahead, "without")
         rb.extend(numbered_rows(50))
         batches = []
-        for turn in range(10):
+        for cycle in range(10):
             batches += drawn(rb, 2)
-            rb.extend(numbered_rows(7, 100 + 10 * turn))
+            rb.extend(numbered_rows(7, 100 + 10 * cycle))
         found.append(batches)
         rb.close()
     assert found[0] == found[1]

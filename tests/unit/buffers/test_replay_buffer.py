@@ -749,7 +749,7 @@ def test_keys_by_another_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.some(1)
-def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_whole_while_a_writer_laps_the_ring(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     set_spare_slots(monkeypatch, 200)
     rb = make(800, batch_size=64)
     wide = torch.arange(300)
@@ -779,11 +779,11 @@ def test_batches_are_whole_while_a_writer_turns_the_ring(make: Make, monkeypatch
     for reader in readers:
         reader.start()
     rng = np.random.default_rng(1)
-    turns = 0
-    while not stop.is_set() and (turns < 500 or min(counts) < 100):
+    cycles = 0
+    while not stop.is_set() and (cycles < 500 or min(counts) < 100):
         size = int(rng.choice([1, 3, 150, 199]))
         rb.extend(batch_of(range(rb.write_count + 1, rb.write_count + 1 + size)))
-        turns += 1
+        cycles += 1
     stop.set()
     for reader in readers:
         reader.join()

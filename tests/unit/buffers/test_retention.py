@@ -23,7 +23,7 @@ import expstore
 from expstore import CorruptionError, QueryError, Retain, StateError
 from expstore.cli.app import run
 from expstore.core import tuning
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.disk.files import Disk, File
 from expstore.maintenance import verify
 from expstore.samplers import (
@@ -294,7 +294,7 @@ def test_rows_are_taken_while_their_segment_goes(
             # missed.
             monkeypatch.setattr(writer.SegmentWriter, "give_up", lambda self: None)
             rb.storage.retention.delete(np.array([1, 2]))
-            assert not rb.storage.window.gaps
+            assert not rb.storage.window.deleted
             assert list(segments(store_path)) == [1, 1 + 4 * Rows, 1 + 6 * Rows]
             assert missing() == [False, True, True, False, False]
             if follows:
@@ -505,12 +505,12 @@ def test_the_command(store_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 # -- many ------------------------------------------------------------------------------------------
 
 
-def test_many_gaps_cost_little(tmp_path: Path) -> None:
+def test_many_deleted_runs_cost_little(tmp_path: Path) -> None:
     """200,000 runs stand in a small file, and are found by binary search."""
     first = np.arange(200_000, dtype=np.int64) * 7 + 3
     manifest = Manifest(
         uuid="a" * 32, generation=0, storage="zarr", capacity=None, spare=0, seed=0, created=0.0,
-        gaps=Gaps(first, first + 2),
+        deleted=IdSet(first, first + 2),
     )  # fmt: skip
     manifest.save(Disk(), tmp_path)
     assert (tmp_path / "expstore.json").stat().st_size < 200_000
@@ -518,7 +518,9 @@ def test_many_gaps_cost_little(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_syncs")
-def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sql_over_many_deleted_runs_views_each_column_once(
+    store_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No run is looked at by itself, but in a wide column that a query names; others are not looked at."""
     viewed: list[tuple[int, int]] = []
     views = ZarrStorage.views
@@ -536,7 +538,7 @@ def test_sql_over_many_gaps_views_each_column_once(store_path: Path, monkeypatch
         rb.storage.retention.delete(np.arange(2, 1000, 2))
         live = np.setdiff1d(np.arange(1, 1001), np.arange(2, 1000, 2))
         ids = (live[:, None] * 8 - 7 + np.arange(8)).ravel()
-        assert len(rb.storage.window.gaps) == 499
+        assert len(rb.storage.window.deleted) == 499
         monkeypatch.setattr(ZarrStorage, "views", counted)
         asked = {
             "SELECT count(*) FROM transitions": [(ids.size,)],

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 import expstore
 from expstore.buffers.rng import Draws
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, Window
 from expstore.errors import NotReadyError, QueryError, StateError
 from expstore.samplers import (
@@ -107,11 +107,11 @@ def test_threads_do_not_disturb_one_another() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("gaps", [(), ((4, 9),)])
-def test_a_store_whose_rows_leave_at_this_moment(gaps: Runs) -> None:
+@pytest.mark.parametrize("deleted", [(), ((4, 9),)])
+def test_a_store_whose_rows_leave_at_this_moment(deleted: Runs) -> None:
     """The buffer has looked before; then `empty` or a very long extend has given them up."""
-    storage = Readable(5, 5 + 4 * len(gaps))
-    storage._state.window = replace(storage.window, gaps=Gaps.of(gaps))
+    storage = Readable(5, 5 + 4 * len(deleted))
+    storage._state.window = replace(storage.window, deleted=IdSet.of(deleted))
     for sampler in (RandomSampler(), RecencySampler(half_life=3), RecencySampler(newest=3)):
         with pytest.raises(NotReadyError, match="empty storage"):
             sampler.sample(storage, 4, Draws(1).generator(0))

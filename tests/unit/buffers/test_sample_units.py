@@ -85,16 +85,16 @@ class Plain:
 @pytest.mark.some(3)
 @pytest.mark.parametrize("options", UNITS)
 @pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement, PrioritizedSampler])
-def test_windows_follow_episodes_that_come_in_turn(options: dict[str, Any], sampler: type[Any]) -> None:
+def test_windows_follow_interleaved_episodes(options: dict[str, Any], sampler: type[Any]) -> None:
     unit = Sequence(**options)
     plain = Plain(unit.length, unit.episode_boundary, unit.burn_in, unit.bootstrap, unit.dilation)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(40), sampler=sampler(), sample_unit=unit, batch_size=16)
     at = {1: 0, 2: 0, 3: 0}
-    for turn in range(60):
-        trajectory, count = 1 + turn % 3, 1 + turn % 4
+    for cycle in range(60):
+        trajectory, count = 1 + cycle % 3, 1 + cycle % 4
         rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
-        if turn < 10:
+        if cycle < 10:
             continue
         (held,) = rb.storage.read(rb.storage.window.ids(), [rb.storage.require_schema().place_of(("x",))])
         batch = rb.sample()

@@ -99,8 +99,8 @@ def test_conditions_may_name_such_fields(where: str, holds: Any) -> None:
 
 def test_sql_shows_fields_under_their_names() -> None:
     rb = buffer()
-    shown = ", ".join(f"typeof({name})" for name in ("prompt", "tokens", "image", "facts", "next"))
-    kinds = rb.sql(f"SELECT {shown} FROM transitions LIMIT 1")
+    columns = ", ".join(f"typeof({name})" for name in ("prompt", "tokens", "image", "facts", "next"))
+    kinds = rb.sql(f"SELECT {columns} FROM transitions LIMIT 1")
     assert kinds.fetchall() == [
         (
             "VARCHAR",

@@ -38,7 +38,7 @@ def test_what_nobody_has_is_used_again() -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    "hold",
+    "refer",
     [
         lambda array: array[3],
         lambda array: array.reshape(-1).view(np.uint8)[5:],
@@ -53,10 +53,10 @@ def test_what_nobody_has_is_used_again() -> None:
         lambda array: np.from_dlpack(torch.from_numpy(array))[0],
     ],
 )
-def test_what_anything_refers_to_is_left_alone(hold: Callable[[Any], Any]) -> None:
+def test_what_anything_refers_to_is_left_alone(refer: Callable[[Any], Any]) -> None:
     recycled = Recycled()
     array = recycled.empty(SHAPE, FLOAT)
-    place, held = address(array), hold(array)
+    place, held = address(array), refer(array)
     del array
     gc.collect()
     others = [recycled.empty(SHAPE, FLOAT) for _ in range(3)]
@@ -88,12 +88,12 @@ def test_threads_never_share_it() -> None:
     recycled, wrong = Recycled(), []
 
     def work(number: int) -> None:
-        for turn in range(100):
+        for cycle in range(100):
             array = recycled.empty((1 << 18,), FLOAT)
-            array[:] = number * 1000 + turn
+            array[:] = number * 1000 + cycle
             held = torch.from_numpy(array)[::64]
             del array
-            if not bool((held == number * 1000 + turn).all()):
+            if not bool((held == number * 1000 + cycle).all()):
                 wrong.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]

@@ -6,21 +6,21 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Window
 
 RUNS = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 9)), max_size=8)
 
 
-def ids_of(gaps: Gaps) -> set[int]:
-    return {id for first, last in gaps for id in range(first, last + 1)}
+def ids_of(deleted: IdSet) -> set[int]:
+    return {id for first, last in deleted for id in range(first, last + 1)}
 
 
 @given(runs=RUNS, others=RUNS, low=st.integers(0, 80), count=st.integers(0, 80))
 def test_they_are_sets_of_ids(
     runs: list[tuple[int, int]], others: list[tuple[int, int]], low: int, count: int
 ) -> None:
-    one, other = (Gaps.of((first, first + n) for first, n in some) for some in (runs, others))
+    one, other = (IdSet.of((first, first + n) for first, n in some) for some in (runs, others))
     dead = {first + k for first, n in runs for k in range(n + 1)}
     assert ids_of(one) == dead
     assert one.ids == len(dead)
@@ -28,8 +28,8 @@ def test_they_are_sets_of_ids(
     assert ids_of(one.joined(other)) == dead | ids_of(other)
     assert ids_of(one.common(other)) == dead & ids_of(other)
     assert ids_of(one.shifted(7)) == {id + 7 for id in dead}
-    assert Gaps.of_ids(np.array(sorted(dead), np.int64)) == one
-    assert hash(Gaps.of(list(one))) == hash(one)
+    assert IdSet.of_ids(np.array(sorted(dead), np.int64)) == one
+    assert hash(IdSet.of(list(one))) == hash(one)
     at = np.arange(90)
     assert at[one.holds(at)].tolist() == sorted(dead)
     assert one.counts(at).tolist() == [len([id for id in dead if id <= k]) for k in at.tolist()]
@@ -48,8 +48,8 @@ def test_they_are_sets_of_ids(
 
 
 def test_none_are_nothing() -> None:
-    assert not NO_GAPS
-    assert Gaps.of([]) == NO_GAPS
-    assert NO_GAPS.holds(np.arange(3)).tolist() == [False] * 3
-    assert NO_GAPS.upto(9) == 0
-    assert repr(Gaps.of([(3, 5)])) == "Gaps.of([(3, 5)])"
+    assert not NO_IDS
+    assert IdSet.of([]) == NO_IDS
+    assert NO_IDS.holds(np.arange(3)).tolist() == [False] * 3
+    assert NO_IDS.upto(9) == 0
+    assert repr(IdSet.of([(3, 5)])) == "IdSet.of([(3, 5)])"

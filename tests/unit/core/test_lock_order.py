@@ -83,7 +83,7 @@ class TestChecked:
 
     def test_a_condition_of_such_a_lock_waits_and_is_told(self) -> None:
         order = LockOrder()
-        moved = threading.Condition(order.ranked("hold", threading.Lock()))
+        moved = threading.Condition(order.ranked("pin", threading.Lock()))
         told = threading.Event()
 
         def tell() -> None:

@@ -114,7 +114,7 @@ def filter_of(sampler: Any) -> tuple[str | None, str | None]:
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_where_may_hold_both(name: str) -> None:
+def test_a_where_may_contain_both(name: str) -> None:
     make = MAKE[name]
     assert filter_of(make(where=Where("a > 1", weight="a"))) == ("a > 1", "a")
     assert filter_of(make(where=Where("a > 1"))) == ("a > 1", None)

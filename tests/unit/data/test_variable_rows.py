@@ -78,7 +78,7 @@ def test_samples_are_what_torchrl_users_have() -> None:
     assert sample["image"].to_padded_tensor(-1).shape[0] == 6
 
 
-FORMS: dict[str, Any] = {
+FORMATS: dict[str, Any] = {
     "tensordict": lambda n: rollouts(0, n),
     "lazy stack": lambda n: lazy_stack([rollouts(i, 1)[0] for i in range(n)]),
     "list": lambda n: [rollouts(i, 1)[0] for i in range(n)],
@@ -88,10 +88,10 @@ FORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_may_come_in_several_forms(form: str) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_may_come_in_several_formats(form: str) -> None:
     rb = typed()
-    rb.extend(FORMS[form](9))
+    rb.extend(FORMATS[form](9))
     assert plain(rb[:]) == plain(rollouts(0, 9))
     rb.add(rollouts(9, 1)[0])
     rb.extend(rollouts(10, 1))  # all of one shape: they fit what is there
@@ -124,7 +124,7 @@ def test_one_value_for_all_rows_and_lists_in_rows() -> None:
     assert (row["a"], row["tags"]) == ("other", ["one"])
 
 
-class Turn(TensorClass):
+class Message(TensorClass):
     prompt: str
     tokens: torch.Tensor
 
@@ -132,11 +132,13 @@ class Turn(TensorClass):
 def test_tensorclasses() -> None:
     rb = ReplayBuffer(storage=TypedMemory(100), batch_size=4)
     rb.extend(
-        Turn(prompt=NonTensorStack("a", None), tokens=jagged([torch.ones(2), torch.ones(3)]), batch_size=[2])
+        Message(
+            prompt=NonTensorStack("a", None), tokens=jagged([torch.ones(2), torch.ones(3)]), batch_size=[2]
+        )
     )
-    rb.extend([Turn(prompt=p, tokens=torch.ones(n), batch_size=[]) for n, p in enumerate("bc", 1)])
+    rb.extend([Message(prompt=p, tokens=torch.ones(n), batch_size=[]) for n, p in enumerate("bc", 1)])
     found = rb[:]
-    assert isinstance(found, Turn)
+    assert isinstance(found, Message)
     assert found.prompt == ["a", None, "b", "c"]
     assert found.tokens.offsets().tolist() == [0, 2, 5, 6, 8]
 

@@ -243,23 +243,23 @@ def test_files_that_did_not_change_are_not_hashed_again(
         make(tmp_path / "root", tmp_path / "raw")
 
 
-def test_hashing_is_shown(tmp_path: Path) -> None:
+def test_hashing_is_reported(tmp_path: Path) -> None:
     source = make_source(tmp_path / "raw")
     size = sum(path.stat().st_size for path in source.iterdir())
-    shown: dict[str, list[tuple[int, int]]] = {}
+    progress: dict[str, list[tuple[int, int]]] = {}
     open_bars: list[str] = []
 
     @contextmanager
     def show(what: str, unit: str = "bytes") -> Iterator[Any]:
         open_bars.append(what)
         assert len(open_bars) == 1
-        told = shown.setdefault(f"{what}, {unit}", [])
+        told = progress.setdefault(f"{what}, {unit}", [])
         yield lambda done, total: told.append((done, total))
         open_bars.remove(what)
 
     make(tmp_path / "root", source, show=show)
-    assert list(shown) == [f"checking {ID}, bytes", f"importing {ID}, rows"]
-    checked, rows = shown.values()
+    assert list(progress) == [f"checking {ID}, bytes", f"importing {ID}, rows"]
+    checked, rows = progress.values()
     assert checked[-1] == (size, size)
     assert len(checked) >= 6
     assert rows[-1][0] == rows[-1][1] > 0

@@ -16,16 +16,16 @@ from expstore.errors import LockedError, StateError
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 
 
-def fill(aside: Path, target: Path, *, single: bool) -> None:
-    (aside / (target.name if single else "part")).write_text("whole")
+def fill(temporary: Path, target: Path, *, single: bool) -> None:
+    (temporary / (target.name if single else "part")).write_text("whole")
 
 
 @pytest.mark.parametrize("single", [False, True])
 def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
     target = tmp_path / "out"
-    with making(Disk(), target, single=single) as aside:
+    with making(Disk(), target, single=single) as temporary:
         assert os.listdir(tmp_path) == ["out.tmp"]
-        fill(aside, target, single=single)
+        fill(temporary, target, single=single)
     assert os.listdir(tmp_path) == ["out"]
     assert (target if single else target / "part").read_text() == "whole"
     assert single or os.listdir(target) == ["part"]
@@ -33,8 +33,8 @@ def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
 
 def make(target: Path, *, single: bool, meanwhile: Callable[[], None]) -> None:
     """Make something, while something else happens."""
-    with making(Disk(), target, single=single) as aside:
-        fill(aside, target, single=single)
+    with making(Disk(), target, single=single) as temporary:
+        fill(temporary, target, single=single)
         meanwhile()
 
 
@@ -66,9 +66,9 @@ def test_what_was_left_by_a_kill_goes_first(tmp_path: Path) -> None:
     (tmp_path / "out.tmp/rows").mkdir(parents=True)
     (tmp_path / "out.tmp/rows/x").write_text("half")
     (tmp_path / "out.tmp/y").write_text("half")
-    with making(Disk(), tmp_path / "out") as aside:
-        assert os.listdir(aside) == ["LOCK"]
-        fill(aside, tmp_path / "out", single=False)
+    with making(Disk(), tmp_path / "out") as temporary:
+        assert os.listdir(temporary) == ["LOCK"]
+        fill(temporary, tmp_path / "out", single=False)
     assert os.listdir(tmp_path / "out") == ["part"]
 
 

@@ -17,7 +17,7 @@ from expstore.disk.files import Disk, File, _failed
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import LockedError, StateError, StorageError
 
-HOLD = """
+KEEP_OPEN = """
 import sys
 from pathlib import Path
 from expstore.disk.files import Disk, File, _failed
@@ -61,7 +61,9 @@ def test_a_lock_that_cannot_be_signed_is_free_again(tmp_path: Path) -> None:
 
 def test_another_process_is_named(tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path / "LOCK")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", KEEP_OPEN, str(tmp_path / "LOCK")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert child.stdout is not None
     assert child.stdin is not None
@@ -94,7 +96,7 @@ def test_the_text_names_the_newest_owner(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_a_forked_child_does_not_hold_the_lock_and_leaves_it_to_the_parent(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_own_the_lock_and_leaves_it_to_the_parent(tmp_path: Path) -> None:
     lock = take(tmp_path)
     pid = os.fork()
     if pid == 0:

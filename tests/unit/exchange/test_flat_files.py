@@ -34,7 +34,7 @@ from tests.support.case_selection import in_full, share
 
 h5py = pytest.importorskip("h5py", reason="the extra expstore[h5] is not installed")
 
-FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "hdf5": (export_hdf5, import_hdf5),
     "npz": (export_npz, import_npz),
 }
@@ -43,7 +43,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-@pytest.fixture(params=sorted(FORMS))
+@pytest.fixture(params=sorted(FORMATS))
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -89,7 +89,7 @@ def test_rows_come_back_as_they_were(
 ) -> None:
     """Those of an episode behind one another, in several pieces, from two lanes that interleave."""
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp", capacity=capacity, meta={"a": [1]}) as rb:
         for first in range(0, 280, 20):
@@ -120,7 +120,7 @@ def test_rows_come_back_as_they_were(
 
 
 def test_ends_are_there_though_no_field_says_them(tmp_path: Path, form: str) -> None:
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp") as rb:
         for lane in range(3):
@@ -146,7 +146,7 @@ DTYPES = ["?", "u1", "i1", "i2", "i4", "i8", "u2", "u4", "u8", "f2", "f4", "f8",
     shape=st.sampled_from([(), (1,), (2, 3)]),
     count=st.integers(1, 20),
     seed=st.integers(0, 99),
-    form=st.sampled_from(sorted(FORMS)),
+    form=st.sampled_from(sorted(FORMATS)),
 )
 def test_whatever_bits_come_back(
     tmp_path_factory: pytest.TempPathFactory,
@@ -162,7 +162,7 @@ def test_whatever_bits_come_back(
     for name, kind in zip(names, kinds, strict=False):
         raw = rng.integers(0, 256, (count, *shape, np.dtype(kind).itemsize), dtype=np.uint8)
         data[name] = torch.from_numpy((raw & 1 if kind == "?" else raw).view(kind).reshape(count, *shape))
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with expstore.open(folder / "run.exp") as rb:
         rb.extend(data)
         out(rb, folder / f"out.{form}")
@@ -210,7 +210,7 @@ def d4rl(path: Path, lengths: tuple[int, ...] = (4, 5, 3), **more: Any) -> Path:
 
 def test_a_d4rl_file_becomes_a_store(tmp_path: Path, form: str) -> None:
     path = d4rl(tmp_path / f"x.{form}", **{"metadata/algorithm": np.bytes_("SAC")} if form == "hdf5" else {})
-    done = FORMS[form][1](path, tmp_path / "x.exp")
+    done = FORMATS[form][1](path, tmp_path / "x.exp")
     assert (done.rows, done.kept, done.episodes) == (12, 12, 3)
     assert set(done.fields) == {
         *("observation", "action", "info.qpos"),
@@ -232,12 +232,12 @@ def test_seams_without_a_flag_end_episodes(
     path = d4rl(tmp_path / f"x.{form}", terminals=none, timeouts=none)
     for size in (1, 4, 5, 100):
         monkeypatch.setattr(tuning, "EXCHANGE_ROWS", size)
-        assert FORMS[form][1](path, tmp_path / f"{size}.exp").episodes == 3
+        assert FORMATS[form][1](path, tmp_path / f"{size}.exp").episodes == 3
         with expstore.open(tmp_path / f"{size}.exp", mode="r") as rb:
             found = rb.sql("SELECT _episode, _step FROM transitions ORDER BY _id").fetchall()
             assert found == [(n, s) for n, c in ((1, 4), (2, 5), (3, 3)) for s in range(c)]
     path = d4rl(tmp_path / f"y.{form}", next_observations=None, timeouts=None, terminals=np.eye(12)[5] * 2)
-    assert FORMS[form][1](path, tmp_path / "y.exp").episodes == 2
+    assert FORMATS[form][1](path, tmp_path / "y.exp").episodes == 2
     with expstore.open(tmp_path / "y.exp", mode="r") as rb:
         assert rb.sql("SELECT length, status FROM episodes").fetchall() == [(6, "terminated"), (6, "cut")]
         assert rb.schema["next", "terminated"].dtype == "bool"
@@ -304,7 +304,7 @@ def test_bad_files_are_refused_and_leave_nothing(tmp_path: Path, form: str) -> N
         bad.append((tmp_path / "in" / name, StorageError, "cannot read"))
     for path, kind, words in bad:
         with pytest.raises(kind, match=words):
-            FORMS[form][1](path, tmp_path / "back.exp")
+            FORMATS[form][1](path, tmp_path / "back.exp")
     assert os.listdir(tmp_path) == ["in"]
 
 
@@ -333,7 +333,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     path = tmp_path / f"out.{form}"
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(0, 50))
@@ -354,7 +354,7 @@ def test_two_fields_of_one_name_are_refused(tmp_path: Path, form: str) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(TensorDict({"action": torch.zeros(3), "actions": torch.zeros(3)}, [3]))
         with pytest.raises(SchemaError, match="two fields would both be named 'actions'"):
-            FORMS[form][0](rb, tmp_path / f"out.{form}")
+            FORMATS[form][0](rb, tmp_path / f"out.{form}")
     assert os.listdir(tmp_path) == ["run.exp"]
 
 
@@ -427,7 +427,7 @@ def test_names_lead_there_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "shown"),
+    ("names", "listed"),
     [
         (["Trial0", "Trial1", "Trial2", "Trial3"], "Trial0, Trial1, Trial2, ...: 4"),
         (["episode_0"], "episode_0: 1"),
@@ -435,13 +435,13 @@ def test_names_lead_there_and_back() -> None:
         (["x1", "x2"], "x1, x2: 2"),
     ],
 )
-def test_a_group_per_episode_is_refused(tmp_path: Path, names: list[str], shown: str) -> None:
+def test_a_group_per_episode_is_refused(tmp_path: Path, names: list[str], listed: str) -> None:
     path = tmp_path / "x.hdf5"
     with h5py.File(path, "w") as file:
         for length, name in enumerate(names, 3):
             file[f"{name}/actions"] = np.zeros((length, 2), np.float32)
             file[f"{name}/rewards"] = np.zeros(length, np.float32)
-    with pytest.raises(SchemaError, match=re.escape(f"a group per episode ({shown} of them)")) as caught:
+    with pytest.raises(SchemaError, match=re.escape(f"a group per episode ({listed} of them)")) as caught:
         import_hdf5(path, tmp_path / "x.exp")
     assert caught.value.kind == "layout"
     assert [item.name for item in tmp_path.iterdir()] == ["x.hdf5"]

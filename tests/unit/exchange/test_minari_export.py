@@ -178,7 +178,7 @@ def test_what_minari_has_no_place_for_is_refused(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["odd.exp", "out", "run.exp"]
 
 
-def test_episodes_with_gaps_become_several(tmp_path: Path) -> None:
+def test_episodes_with_deleted_rows_become_several(tmp_path: Path) -> None:
     """What lies between is lost, and nothing may seem to follow on it."""
     with expstore.open(tmp_path / "run.exp", capacity=24) as rb:
         rb.extend(rows(0, 40, every=100))

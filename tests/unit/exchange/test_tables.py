@@ -35,7 +35,7 @@ from tests.support.buffer_bytes import held
 from tests.support.case_selection import in_full, share
 from tests.support.typed_rows import typed_buffer, typed_rows
 
-FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "parquet": (export_parquet, import_parquet),
     "arrow": (export_arrow, import_arrow),
 }
@@ -44,7 +44,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 
-@pytest.fixture(params=sorted(FORMS))
+@pytest.fixture(params=sorted(FORMATS))
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -67,7 +67,7 @@ def check_same(first: Any, second: Any, *, facts: bool = True) -> None:
 
 
 def there_and_back(form: str, rb: Any, folder: Path, **options: Any) -> expstore.TensorDictReplayBuffer:
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     done = out(rb, folder / "out", **options)
     made = back(folder / "out", folder / "back.exp")
     assert (made.rows, done.left_out) == (done.rows, 0)
@@ -165,11 +165,11 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
             assert set(again.schema.keys) == {("number",), ("next", "reward")}
             found = again.sql("SELECT episode_id, length, status FROM episodes ORDER BY 1").fetchall()
             assert found == [(3, 9, "terminated"), (4, 9, "terminated"), (14, 3, "cut")]
-        assert FORMS[form][0](rb, tmp_path / "two", episodes=[4, 5]).rows == 18
+        assert FORMATS[form][0](rb, tmp_path / "two", episodes=[4, 5]).rows == 18
         with pytest.raises(NotFoundError, match="no rows of these episodes"):
-            FORMS[form][0](rb, tmp_path / "none", episodes=[99])
+            FORMATS[form][0](rb, tmp_path / "none", episodes=[99])
         with pytest.raises(SchemaError, match="no field 'next.frames'"):
-            FORMS[form][0](rb, tmp_path / "none", fields=["next.frames"])
+            FORMATS[form][0](rb, tmp_path / "none", fields=["next.frames"])
     assert sorted(os.listdir(tmp_path)) == ["back.exp", "out", "run.exp", "two"]
 
 
@@ -185,7 +185,7 @@ def test_an_episode_without_its_beginning_counts_anew(tmp_path: Path, form: str)
             assert again.sql(query).fetchall() == found
         rb.extend(typed_rows(10, 100, every=30))
         there_and_back(form, rb, (tmp_path / "b")) if (tmp_path / "b").mkdir() else None
-        out, back = FORMS[form]
+        out, back = FORMATS[form]
         out(rb, tmp_path / "cut")
         back(tmp_path / "cut", tmp_path / "cut.exp")
         with expstore.open(tmp_path / "cut.exp", mode="r") as again:
@@ -239,8 +239,8 @@ def test_storages_with_lanes_are_flattened(tmp_path: Path, form: str) -> None:
                 assert rb.sql(query).fetchall() == again.sql(query).fetchall()
     with expstore.TensorDictReplayBuffer(storage=expstore.MemoryStorage(100)) as ram:
         ram.extend(typed_rows(60))
-        FORMS[form][0](ram, tmp_path / "ram")
-        FORMS[form][1](tmp_path / "ram", tmp_path / "ram.exp")
+        FORMATS[form][0](ram, tmp_path / "ram")
+        FORMATS[form][1](tmp_path / "ram", tmp_path / "ram.exp")
         with expstore.open(tmp_path / "ram.exp", mode="r") as again:
             assert held(ram) == held(again)
 
@@ -280,7 +280,7 @@ def tables(draw: st.DrawFn) -> TensorDict:
 
 
 @share(0.25, of=20)  # each makes two stores
-@given(data=tables(), form=st.sampled_from(sorted(FORMS)))
+@given(data=tables(), form=st.sampled_from(sorted(FORMATS)))
 def test_whatever_bits_come_back(
     tmp_path_factory: pytest.TempPathFactory, data: TensorDict, form: str
 ) -> None:
@@ -340,7 +340,7 @@ def test_rows_without_their_file_of_episodes(
 ) -> None:
     """Lanes that interleave stay apart, by the columns that say so; ends follow from flags."""
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 64)
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with expstore.open(tmp_path / "run.exp") as rb:
         for first in range(0, 80, 8):
             data = torch.stack([typed_rows(8, first + 1000 * lane, every=9 + lane) for lane in range(3)])
@@ -429,7 +429,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, form: str
     write(tmp_path / "in/b.parquet", b=[1, 2])
     with pytest.raises(SchemaError, match=r"b\.parquet has Schema\(b.*a\.parquet"):
         import_parquet(tmp_path / "in", tmp_path / "back.exp")
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with typed_buffer(tmp_path / "run.exp", 60) as rb:
         out(rb, tmp_path / "all")
         out(rb, tmp_path / "few", episodes=[1, 2])
@@ -456,7 +456,7 @@ def test_nothing_is_left_of_what_ended_early(tmp_path: Path, form: str) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with typed_buffer(tmp_path / "run.exp", 60) as rb:
         with pytest.raises(KeyboardInterrupt):
             out(rb, tmp_path / "out", progress=stop)

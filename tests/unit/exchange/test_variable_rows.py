@@ -40,7 +40,7 @@ from tests.support.case_selection import in_full, share
 from tests.support.stores import prepare
 from tests.support.variable_length import buffer, plain, rollouts
 
-FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+FORMATS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "parquet": (export_parquet, import_parquet),
     "arrow": (export_arrow, import_arrow),
 }
@@ -49,7 +49,7 @@ FORMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a power cut leaves
 
 
-@pytest.fixture(params=sorted(FORMS))
+@pytest.fixture(params=sorted(FORMATS))
 def form(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -159,7 +159,7 @@ def make(path: Path, schema: Schema, columns: list[Any], **options: Any) -> Arro
 
 
 @share(0.3, of=15)  # each makes two stores
-@given(table=tables(), form=st.sampled_from(sorted(FORMS)), compression=st.sampled_from([None, "zstd"]))
+@given(table=tables(), form=st.sampled_from(sorted(FORMATS)), compression=st.sampled_from([None, "zstd"]))
 def test_whatever_rows_come_back(
     tmp_path_factory: pytest.TempPathFactory, table: tuple[Schema, list[Any]], form: str, compression: Any
 ) -> None:
@@ -167,7 +167,7 @@ def test_whatever_rows_come_back(
     folder = tmp_path_factory.mktemp("rows")
     schema, columns = table
     storage = make(folder / "run.exp", schema, columns, compression=compression)
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "EXCHANGE_ROWS", 16)
         patch.setattr(tuning, "EXCHANGE_VARIABLE_ROWS", 7)
@@ -257,7 +257,7 @@ def test_episodes_files_and_row_groups(
 ) -> None:
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 32)
     monkeypatch.setattr(tuning, "PARQUET_FILE_ROWS", 50)
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with expstore.open(tmp_path / "run.exp", layout="arrow", capacity=capacity) as rb:
         for first in range(0, 200, 25):
             rb.extend(rollouts(first, 25), source="a")
@@ -298,7 +298,7 @@ def test_episodes_files_and_row_groups(
 
 
 def test_rows_in_memory_are_exported_too(tmp_path: Path, form: str) -> None:
-    out, back = FORMS[form]
+    out, back = FORMATS[form]
     with buffer() as rb:
         out(rb, tmp_path / "out")
         back(tmp_path / "out", tmp_path / "back.exp")
@@ -453,7 +453,7 @@ def test_columns_of_others_become_fields(tmp_path: Path, form: str) -> None:
     """Whatever has no fixed size, in an Arrow store; what has one stays of fixed size there."""
     names = [name for name in FOREIGN if form == "arrow" or name != "view"]
     source = write(tmp_path / "in", form, table_of(names))
-    back = FORMS[form][1]
+    back = FORMATS[form][1]
     done = back(source, tmp_path / "back.exp")
     expected = [f"{name!r} {FOREIGN[name][2]}" for name in names if FOREIGN[name][2]]
     assert list(done.notes) == expected
@@ -471,7 +471,7 @@ def test_a_zarr_store_refuses_such_columns_by_name(tmp_path: Path, form: str, na
     _, field, why = FOREIGN[name]
     table = table_of(["number", name]) if name != "number" else table_of(["number"])
     source = write(tmp_path / "in", form, table)
-    back = FORMS[form][1]
+    back = FORMATS[form][1]
     if "[" in field and "?" not in field:
         assert back(source, tmp_path / "back.exp", storage="zarr").rows == COUNT
         with expstore.open(tmp_path / "back.exp", mode="r") as rb:
@@ -485,7 +485,7 @@ def test_a_zarr_store_refuses_such_columns_by_name(tmp_path: Path, form: str, na
 
 
 def test_the_storage_is_as_asked_or_as_needed(tmp_path: Path, form: str) -> None:
-    back = FORMS[form][1]
+    back = FORMATS[form][1]
     source = write(tmp_path / "in", form, table_of(["number", "vector"]))
     for asked, kind in ((None, "zarr"), ("zarr", "zarr"), ("arrow", "arrow")):
         back(source, tmp_path / f"{asked}.exp", storage=asked)
@@ -502,7 +502,7 @@ def test_structs_of_others_are_groups_of_fields_and_flags_end_episodes(tmp_path:
     group = pa.StructArray.from_arrays(inside, ["text", "tokens", "terminated"])
     mask = pa.array([n % 4 != 0 for n in range(COUNT)])
     table = pa.table({"next": group, "collector": pa.StructArray.from_arrays([mask], ["mask"])})
-    FORMS[form][1](write(tmp_path / "in", form, table), tmp_path / "back.exp")
+    FORMATS[form][1](write(tmp_path / "in", form, table), tmp_path / "back.exp")
     with expstore.open(tmp_path / "back.exp", mode="r") as rb:
         found = rb.sql("SELECT next.text, next.tokens, _episode FROM transitions ORDER BY _id").fetchall()
         kept = [n for n in range(COUNT) if n % 4]
@@ -514,7 +514,7 @@ def test_structs_of_others_are_groups_of_fields_and_flags_end_episodes(tmp_path:
 
 def test_files_of_no_rows_have_the_fields_of_their_types(tmp_path: Path, form: str) -> None:
     table = table_of(["text", "tokens", "number", "ragged"]).slice(0, 0)
-    done = FORMS[form][1](write(tmp_path / "in", form, table), tmp_path / "back.exp")
+    done = FORMATS[form][1](write(tmp_path / "in", form, table), tmp_path / "back.exp")
     assert (done.rows, done.fields) == (0, ("text", "tokens", "number", "ragged"))
     with expstore.open(tmp_path / "back.exp", mode="r") as rb:
         assert str(rb.schema[("tokens",)]) == "int32[?]"

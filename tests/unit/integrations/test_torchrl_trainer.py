@@ -45,10 +45,14 @@ pytestmark = [
 def batch_of(lanes: int, steps: int, first: int = 0, **more: torch.Tensor) -> TensorDict:
     """Return steps of episodes that do not end: lane and step of each. Batch size `[lanes, steps]`."""
     step = torch.arange(first, first + steps).expand(lanes, steps)
-    shown = torch.stack([torch.arange(lanes)[:, None].expand(lanes, steps), step], -1)
+    observed = torch.stack([torch.arange(lanes)[:, None].expand(lanes, steps), step], -1)
     flags = {name: torch.zeros(lanes, steps, 1, dtype=torch.bool) for name in ("done", "truncated")}
-    following = {"observation": shown + torch.tensor([0, 1]), "reward": torch.ones(lanes, steps, 1), **flags}
-    return TensorDict({"observation": shown, "next": following, **more}, [lanes, steps])
+    following = {
+        "observation": observed + torch.tensor([0, 1]),
+        "reward": torch.ones(lanes, steps, 1),
+        **flags,
+    }
+    return TensorDict({"observation": observed, "next": following, **more}, [lanes, steps])
 
 
 # -- beside TorchRL's own -----------------------------------------------------------------------------------
@@ -175,9 +179,9 @@ def test_lanes_go_on_with_the_next_batch(store_path: Path, flatten: bool) -> Non
             assert rows.shape == ((15,) if flatten else (3, 5))
         assert rb.sql("SELECT length, status FROM episodes").fetchall() == [(15, "open")] * 3
         for episode in (1, 2, 3):
-            shown = rb.trajectory(episode)["observation"]
-            assert shown[:, 1].tolist() == list(range(15))
-            assert shown[:, 0].unique().numel() == 1
+            observed = rb.trajectory(episode)["observation"]
+            assert observed[:, 1].tolist() == list(range(15))
+            assert observed[:, 0].unique().numel() == 1
 
 
 def test_masked_steps_are_told_apart_by_their_trajectories(store_path: Path) -> None:

@@ -272,7 +272,7 @@ def test_info_says_how_fields_lie_and_what_room_they_take(
 
 
 @pytest.mark.parametrize("capacity", [20, 200])
-def test_info_of_a_ring_counts_what_its_chunks_hold(
+def test_info_of_a_ring_counts_what_its_chunks_contain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], capacity: int
 ) -> None:
     """Files of two turns, and of extends that are longer than the ring: noise takes what it is."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import expstore
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.cli.app import run
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Window
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import cut_out
@@ -389,14 +389,14 @@ def test_killed_before_every_act_it_can_be_run_again(store: Path, count_cases: C
 
 @given(
     runs=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 9), st.integers(1, 4)), max_size=8),
-    gaps=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 20)), max_size=4),
+    deleted=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 20)), max_size=4),
     low=st.integers(0, 50),
 )
-def test_gaps_are_cut_out_row_by_row(
-    runs: list[tuple[int, int, int]], gaps: list[tuple[int, int]], low: int
+def test_deleted_ids_are_cut_out_row_by_row(
+    runs: list[tuple[int, int, int]], deleted: list[tuple[int, int]], low: int
 ) -> None:
     """Fragments, windows and draws, against sets of single rows."""
-    given_up = Gaps.of((first, first + n) for first, n in gaps)
+    given_up = IdSet.of((first, first + n) for first, n in deleted)
     dead = {i for first, last in given_up for i in range(first, last + 1)}
     fragments = np.array([(e, 5, n, first, stride) for e, (first, n, stride) in enumerate(runs)], np.int64)
     fragments = fragments.reshape(-1, 5).T

@@ -538,8 +538,8 @@ def test_threads_share_a_buffer(server: Serving, name: str) -> None:
         ids: list[int] = []
 
         def work(number: int) -> None:
-            for turn in range(5):
-                ids.extend(rb.extend(batch_of(4, 100 * number + 10 * turn)).tolist())
+            for cycle in range(5):
+                ids.extend(rb.extend(batch_of(4, 100 * number + 10 * cycle)).tolist())
                 assert rb.sample()["id"].shape == (4,)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
@@ -706,8 +706,8 @@ class _Process:
 
 def _write(server: _Process, number: int, until: float, written: dict[int, int]) -> None:
     with connect(server, "run", timeout=60, retries=Retries(seconds=100, seed=number)) as rb:
-        for turn in itertools.count():
-            data = batch_of(20, (number << 32) + turn * 20)
+        for cycle in itertools.count():
+            data = batch_of(20, (number << 32) + cycle * 20)
             ids = rb.extend(data).tolist()
             assert not written.keys() & set(ids), "an id came twice"
             written.update(zip(ids, data["action"].tolist(), strict=True))

@@ -513,12 +513,12 @@ def test_rows_that_no_sync_has_seen_begin_at_0_after_a_power_cut(count: int, tmp
         rb = opened(path, count=1, capacity=50)
         rb.storage.engine.background.stop()
         rb.extend(numbered_rows(50))
-        turn = rb.storage.geometry.spare
-        rb.extend(numbered_rows(turn, 50))
+        cycle = rb.storage.geometry.spare
+        rb.extend(numbered_rows(cycle, 50))
         rb.sample(40)
         rb.flush()
         column = rb.storage.state.sampled.column.files[0]
-        rb.extend(numbered_rows(count, 50 + turn))
+        rb.extend(numbered_rows(count, 50 + cycle))
         assert rb.storage.geometry.slot_of(np.array([rb.storage.last])) == count - 1
         tell(sorted(n for n, counted in counts(rb).items() if counted))
         column.write(np.ones(count, np.uint32), 0)  # as if the zeros had not reached the disk

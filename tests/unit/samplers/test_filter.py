@@ -74,7 +74,7 @@ def counted(rb: TensorDictReplayBuffer, draws: int = DRAWS) -> tuple[NDArray[np.
     return found[0], found[1]
 
 
-def check_law(rb: TensorDictReplayBuffer, numbers: Any, weights: Any, draws: int = DRAWS) -> None:
+def check_distribution(rb: TensorDictReplayBuffer, numbers: Any, weights: Any, draws: int = DRAWS) -> None:
     """Check that rows are drawn in proportion to weights, and no others: six standard deviations at most.
 
     And three more: rows that hardly ever come may do so now and then.
@@ -108,7 +108,7 @@ def test_rows_that_match_are_drawn_in_proportion_to_their_weights(
     rb.refresh()
     numbers = np.arange(1500, 2500)
     kinds = numbers % 7
-    check_law(rb, numbers, np.isin(kinds, [1, 2, 5]) * (kinds + 1))
+    check_distribution(rb, numbers, np.isin(kinds, [1, 2, 5]) * (kinds + 1))
     rb.close()
 
 
@@ -116,7 +116,7 @@ def test_a_weight_alone_and_null_weights(make: Callable[..., TensorDictReplayBuf
     rb = make(RandomSampler(weight="nullif(kind, 3)"))
     rb.extend(rows(50))
     kinds = np.arange(50) % 7
-    check_law(rb, np.arange(50), np.where(kinds == 3, 0, kinds))
+    check_distribution(rb, np.arange(50), np.where(kinds == 3, 0, kinds))
     rb.close()
 
 
@@ -134,7 +134,7 @@ def test_priorities_are_multiplied_and_their_weights_are_of_the_candidates(
     numbers = np.arange(30, 130)
     kinds = numbers % 7
     mass = priorities.astype(np.float64) ** 0.7 * np.where(kinds < 4, kinds + 0.5, 0)
-    check_law(rb, numbers, mass)
+    check_distribution(rb, numbers, mass)
     batch = rb.sample(500)
     drawn = mass[batch["number"].numpy() - 30]
     expected = (drawn / mass[mass > 0].min()) ** -0.5
@@ -675,7 +675,7 @@ def test_recency_is_multiplied(
     mass = np.where(kinds == 3, 0.0, kinds + 1.0) * (ages < (newest or 1000))
     if half_life is not None:
         mass *= 0.5 ** np.minimum(ages / half_life, 1000)
-    check_law(rb, numbers, mass)
+    check_distribution(rb, numbers, mass)
     rb.close()
 
 
@@ -683,7 +683,7 @@ def test_recency_draws_what_matches_however_old_it_is() -> None:
     rb = in_memory(RecencySampler(0.5, where="number < 21"), 5000)
     rb.extend(rows(4000))
     numbers = np.arange(21)
-    check_law(rb, numbers, 0.5 ** ((20 - numbers) / 0.5))
+    check_distribution(rb, numbers, 0.5 ** ((20 - numbers) / 0.5))
 
 
 def test_recency_with_a_wider_window_looks_back_again() -> None:
@@ -692,7 +692,7 @@ def test_recency_with_a_wider_window_looks_back_again() -> None:
     rb.extend(rows(700))
     assert int(rb.sample(500)["number"].min()) >= 690
     sampler.newest = 600
-    check_law(rb, np.arange(100, 700), np.arange(100, 700) % 7 == 2)
+    check_distribution(rb, np.arange(100, 700), np.arange(100, 700) % 7 == 2)
 
 
 def versioned(count: int, *, start: int = 0) -> TensorDict:

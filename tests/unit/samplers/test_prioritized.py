@@ -35,7 +35,7 @@ def buffer(storage: Any, size: int = 64, **keywords: Any) -> TensorDictReplayBuf
     return TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=size, with_ids=True)
 
 
-def law(priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distribution(priorities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities and weights, from the paper."""
     raised = (priorities.astype(np.float64) + EPS) ** ALPHA
     return raised / raised.sum(), (raised / raised.min()) ** -BETA
@@ -49,10 +49,10 @@ def z_scores(counts: np.ndarray, chances: np.ndarray) -> np.ndarray:
     return scores
 
 
-def expect_law(rb: TensorDictReplayBuffer, priorities: dict[int, float]) -> None:
+def expect_distribution(rb: TensorDictReplayBuffer, priorities: dict[int, float]) -> None:
     """Hold one large batch against the law: only these rows, with these weights and about these shares."""
     numbers = np.array(sorted(priorities))
-    chances, weights = law(np.array([priorities[n] for n in numbers.tolist()], np.float32))
+    chances, weights = distribution(np.array([priorities[n] for n in numbers.tolist()], np.float32))
     batch = rb.sample(20_000)
     places = np.searchsorted(numbers, batch["number"].numpy())
     np.testing.assert_array_equal(numbers[places], batch["number"].numpy())
@@ -88,7 +88,7 @@ def test_rows_come_change_and_leave(kind: str, tmp_path: Path) -> None:
         rb.update_priority(id=ids, priority=values)
         known |= {int(i) - 1: float(v) for i, v in zip(ids, values, strict=True)}
         largest = max(largest, float(values.max()))
-        expect_law(rb, known)
+        expect_distribution(rb, known)
     rb.close()
 
 
@@ -115,9 +115,9 @@ def test_priorities_may_be_set_before_the_first_batch_and_for_rows_that_have_lef
     rb = buffer(MemoryStorage(4))
     rb.extend(numbered_rows(6))
     assert rb.update_priority(id=[1, 2, 3, 6], priority=[9.0, 9.0, 0.5, 2.0]) == 2
-    expect_law(rb, {2: 0.5, 3: 1.0, 4: 1.0, 5: 2.0})
+    expect_distribution(rb, {2: 0.5, 3: 1.0, 4: 1.0, 5: 2.0})
     rb.extend(numbered_rows(1, 6))
-    expect_law(rb, {3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0})
+    expect_distribution(rb, {3: 1.0, 4: 1.0, 5: 2.0, 6: 2.0})
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e300])
@@ -126,14 +126,14 @@ def test_a_bad_priority_changes_nothing(value: float) -> None:
     rb.extend(numbered_rows(4))
     with pytest.raises(PriorityError):
         rb.update_priority([0, 1], [5.0, value])
-    expect_law(rb, dict.fromkeys(range(4), 1.0))
+    expect_distribution(rb, dict.fromkeys(range(4), 1.0))
 
 
 def test_priorities_that_come_with_rows() -> None:
     rb = TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(8), batch_size=4)
     rb.extend(numbered_rows(3, td_error=torch.tensor([[0.5], [2.0], [1.0]])))
     rb.add(numbered_rows(1, 3, td_error=torch.tensor([[4.0]]))[0])
-    expect_law(rb, {0: 0.5, 1: 2.0, 2: 1.0, 3: 4.0})
+    expect_distribution(rb, {0: 0.5, 1: 2.0, 2: 1.0, 3: 4.0})
     with pytest.raises(PriorityError):
         rb.extend(numbered_rows(2, 4, td_error=torch.tensor([[1.0], [-1.0]])))
     assert len(rb) == 4
@@ -149,14 +149,14 @@ def test_several_priorities_for_one_row(reduction: Any, expected: float) -> None
     rb = buffer(MemoryStorage(2), reduction=reduction)
     rb.extend(numbered_rows(2))
     rb.update_priority([0, 1], torch.tensor([[1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 2.0, 2.0]]))
-    expect_law(rb, {0: expected, 1: 2.0})
+    expect_distribution(rb, {0: expected, 1: 2.0})
 
 
 def test_index_minus_one_stands_for_no_row() -> None:
     rb = buffer(MemoryStorage(4))
     rb.extend(numbered_rows(4))
     assert rb.update_priority(torch.tensor([0, -1, 2]), torch.tensor([3.0, 9.0, 2.0])) == 2
-    expect_law(rb, {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0})
+    expect_distribution(rb, {0: 3.0, 1: 1.0, 2: 2.0, 3: 1.0})
 
 
 def test_the_largest_ever_and_the_largest_there_is() -> None:
@@ -165,7 +165,7 @@ def test_the_largest_ever_and_the_largest_there_is() -> None:
         rb.extend(numbered_rows(4))
         rb.update_priority([0, 1, 2, 3], [9.0, 2.0, 0.5, 0.5])
         rb.extend(numbered_rows(1, 4))  # takes the place of the row with 9.0
-        expect_law(rb, {1: 2.0, 2: 0.5, 3: 0.5, 4: expected})
+        expect_distribution(rb, {1: 2.0, 2: 0.5, 3: 0.5, 4: expected})
 
 
 def test_alpha_beta_and_dtype() -> None:
@@ -179,7 +179,7 @@ def test_alpha_beta_and_dtype() -> None:
     assert (batch["priority_weight"] == 1).all()
     assert np.abs(z_scores(np.bincount(batch["number"].numpy()), np.full(4, 0.25))).max() < 5
     sampler.load_state_dict(buffer(MemoryStorage(1)).sampler.state_dict())
-    expect_law(rb, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
+    expect_distribution(rb, {0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0})
 
 
 @pytest.mark.parametrize("capacity", [None, 50])
@@ -256,7 +256,7 @@ def test_an_interrupted_write_and_another_buffer_leave_the_tree_right(tmp_path: 
     other.extend(numbered_rows(10, 50))
     other.update_priority([3], 0.25)
     known = dict.fromkeys(range(50), 1.0) | dict.fromkeys(range(50, 60), 2.0) | {49: 2.0, 3: 0.25}
-    expect_law(rb, known)
+    expect_distribution(rb, known)
     rb.close()
 
 
@@ -303,16 +303,16 @@ def test_a_reader_samples_by_the_priorities_on_the_disk(tmp_path: Path) -> None:
         sampler = PrioritizedSampler(None, ALPHA, BETA)
         with expstore.open(tmp_path / "a.exp", mode="r", sampler=sampler, batch_size=8) as reader:
             known = dict.fromkeys(range(50), 1.0) | {6: 3.0}
-            expect_law(reader, known)
+            expect_distribution(reader, known)
             copy = pickle.loads(pickle.dumps(reader))
-            expect_law(copy, known)
+            expect_distribution(copy, known)
             copy.close()
             writer.update_priority(id=[9], priority=0.5)
             writer.extend(numbered_rows(60, 50))
             writer.flush()
             reader.refresh()
             known = dict.fromkeys(range(10, 50), 1.0) | dict.fromkeys(range(50, 110), 3.0)
-            expect_law(reader, known)
+            expect_distribution(reader, known)
 
 
 def test_versions_keep_alpha_and_beta(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.support.batches import memory_buffer, trajectory_rows
 ALPHA, BETA = 0.7, 0.5
 
 
-def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[int, float]:
+def distribution(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[int, float]:
     """Return the chance of each first row's x, from what the buffer holds."""
     storage = rb.storage
     ids = storage.window.ids()
@@ -42,7 +42,7 @@ def law(rb: TensorDictReplayBuffer, least: int, *, strict: bool = True) -> dict[
 
 def check(rb: TensorDictReplayBuffer, length: int, least: int, *, strict: bool = True) -> None:
     """Draw often; compare how often each first row comes, and the weights."""
-    expected = law(rb, least, strict=strict)
+    expected = distribution(rb, least, strict=strict)
     smallest = min(expected.values())
     counts = dict.fromkeys(expected, 0)
     for _ in range(25):
@@ -98,7 +98,7 @@ def test_first_rows_come_by_their_priorities(options: dict[str, Any], least: int
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_they_do_in_a_ring_that_turns(strict: bool) -> None:
+def test_they_do_in_a_ring_that_wraps(strict: bool) -> None:
     rb = memory_buffer(
         40,
         sampler=PrioritizedSliceSampler(40, ALPHA, BETA, slice_len=4, strict_length=strict),
@@ -106,14 +106,14 @@ def test_they_do_in_a_ring_that_turns(strict: bool) -> None:
     )
     rng = np.random.default_rng(5)
     at = {1: 0, 2: 0, 3: 0}
-    for turn in range(60):
+    for cycle in range(60):
         trajectory, count = int(rng.integers(1, 4)), int(rng.integers(1, 6))
         rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
         if len(rb) >= 8:
             rb.sample(8)
-        if turn % 20 == 19:
-            prioritise(rb, turn)
+        if cycle % 20 == 19:
+            prioritise(rb, cycle)
             check(rb, 4, 4, strict=strict)
     rb.empty()
     with pytest.raises(NotReadyError, match="Cannot sample from an empty storage"):

@@ -15,16 +15,16 @@ import expstore
 from expstore import MemoryStorage, RecencySampler, TensorDictReplayBuffer
 from expstore.buffers.rng import Draws
 from expstore.buffers.schedulers import StepScheduler
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Runs, Window
 
 
 class Readable(MemoryStorage):
     """A storage that only says which ids can be read."""
 
-    def __init__(self, low: int, last: int, gaps: Runs = ()) -> None:
+    def __init__(self, low: int, last: int, deleted: Runs = ()) -> None:
         super().__init__()
-        self._state.window = Window(low, last, Gaps.of(gaps))
+        self._state.window = Window(low, last, IdSet.of(deleted))
 
 
 def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:
@@ -36,9 +36,9 @@ def ages(storage: Readable, size: int = 100_000, **keywords: Any) -> np.ndarray:
     return readable.size - 1 - places
 
 
-@pytest.mark.parametrize("gaps", [(), ((100, 149), (180, 189))])
-def test_half_as_often_after_a_half_life(gaps: Runs) -> None:
-    counts = np.bincount(ages(Readable(40, 240, gaps), half_life=10), minlength=30)
+@pytest.mark.parametrize("deleted", [(), ((100, 149), (180, 189))])
+def test_half_as_often_after_a_half_life(deleted: Runs) -> None:
+    counts = np.bincount(ages(Readable(40, 240, deleted), half_life=10), minlength=30)
     for age in range(10):
         assert counts[age + 10] / counts[age] == pytest.approx(0.5, abs=0.06)
 

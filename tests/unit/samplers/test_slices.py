@@ -99,7 +99,7 @@ def test_a_span_lets_slices_reach_beyond(span: Any, first: set[int], last: set[i
 
 
 @pytest.mark.parametrize("by", ["trajectory", "start"])
-def test_each_law_gives_each_place_its_chance(by: Any) -> None:
+def test_each_rule_gives_each_place_its_chance(by: Any) -> None:
     rb = trajectory_buffer(4, 5, 12, sampler=SliceSampler(slice_len=4, by=by), batch_size=400)
     counts: dict[int, int] = {}
     for _ in range(60):

@@ -22,7 +22,7 @@ from expstore import (
     TensorDictReplayBuffer,
 )
 from expstore.buffers.rng import Draws
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from tests.support.chi_square import ERROR, Floats, chi_square, draws_needed, limit_of, one_off
 from tests.support.flat_storages import flatten_dims
 from tests.support.slice_model import Batch, Cell, Drawn, Fields, Model, Slice
@@ -104,23 +104,25 @@ def emptied(sampler: Any) -> Kept:
     return kept
 
 
-def with_gaps(sampler: Any) -> Kept:
+def with_deleted_rows(sampler: Any) -> Kept:
     """As a repair leaves it: two runs of rows in the middle are gone, and so an episode is in two."""
     kept = Kept(sampler, 60)
     kept.put((9, 4, 3))
     for first, count in ((11, 2), (4, 1)):  # from the back: places are those of what is left
         ids = kept.rb.storage.window.ids()[first : first + count]
-        gap = int(ids[0]), int(ids[-1])
+        removed = int(ids[0]), int(ids[-1])
         storage: Any = kept.rb.storage
-        storage._state.window = replace(storage.window, gaps=storage.window.gaps.joined(Gaps.of([gap])))
-        storage.episodes.give_up(Gaps.of([gap]))
+        storage._state.window = replace(
+            storage.window, deleted=storage.window.deleted.joined(IdSet.of([removed]))
+        )
+        storage.episodes.give_up(IdSet.of([removed]))
         storage.epochs.deleted += 1
         kept.model.give_up(first, count)
     return kept
 
 
-SHAPES = {shape.__name__: shape for shape in (filling, growing, wrapped, lanes, emptied, with_gaps)}
-LAWS: dict[str, dict[str, Any]] = {
+SHAPES = {shape.__name__: shape for shape in (filling, growing, wrapped, lanes, emptied, with_deleted_rows)}
+RULES: dict[str, dict[str, Any]] = {
     "one-step": {"length": 1},
     "two-steps": {"length": 2},
     "three-steps": {"length": 3},
@@ -147,23 +149,23 @@ def drawn(kept: Kept, size: int, length: int, there: list[Slice]) -> np.ndarray:
     return counts
 
 
-def make(by: str, law: dict[str, Any]) -> SliceSampler:
+def make(by: str, rule: dict[str, Any]) -> SliceSampler:
     return SliceSampler(
-        slice_len=law["length"], by=by, strict_length=law.get("strict", True), span=law.get("span", False)
+        slice_len=rule["length"], by=by, strict_length=rule.get("strict", True), span=rule.get("span", False)
     )
 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("by", ["trajectory", "start"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", RULES)
 def test_frequencies(name: str, shape: str, by: str) -> None:
-    law = LAWS[name]
-    kept = SHAPES[shape](make(by, law))
-    chances = kept.model.chances(by=by, **law)
+    rule = RULES[name]
+    kept = SHAPES[shape](make(by, rule))
+    chances = kept.model.chances(by=by, **rule)
     there, expected = list(chances), np.array(list(chances.values()))
     assert len(there) >= 4
-    counts = drawn(kept, draws_needed(expected, one_off(expected)), law["length"], there)
+    counts = drawn(kept, draws_needed(expected, one_off(expected)), rule["length"], there)
     assert chi_square(counts, expected) < limit_of(len(there))
 
 
@@ -186,7 +188,7 @@ def test_an_error_of_five_percent_in_one_slice_is_seen() -> None:
     assert chi_square(counts, expected) > limit_of(len(chances))
 
 
-def test_the_two_laws_are_told_apart() -> None:
+def test_the_two_rules_are_told_apart() -> None:
     """By trajectory, a slice of a short episode comes more often: here 1 in 4 against 1 in 10."""
     for by, chance in (("trajectory", 1 / 4), ("start", 1 / 10)):
         kept = filling(SliceSampler(slice_len=2, by=by))
@@ -238,7 +240,7 @@ def by_first_row(
 def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
     """A place where a slice can begin has the chance that the priority of its row gives it."""
     setting = SETTINGS[name]
-    law = {key: setting[key] for key in ("length", "strict", "span") if key in setting}
+    rule = {key: setting[key] for key in ("length", "strict", "span") if key in setting}
     length, alpha, beta, eps = (setting[key] for key in ("length", "alpha", "beta", "eps"))
     sampler = PrioritizedSliceSampler(
         None,
@@ -246,12 +248,12 @@ def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
         beta,
         eps,
         slice_len=length,
-        strict_length=law.get("strict", True),
-        span=law.get("span", False),
+        strict_length=rule.get("strict", True),
+        span=rule.get("span", False),
     )
     kept = SHAPES[shape](sampler)
     priorities = set_priorities(kept)
-    there = by_first_row(kept.model, **law)
+    there = by_first_row(kept.model, **rule)
     masses = np.array([(priorities[episode, step] + eps) ** alpha for episode, step, _ in there])
     chances: Floats = masses / masses.sum()
     counts = drawn(kept, draws_needed(chances, one_off(chances)), length, there)
@@ -269,7 +271,7 @@ def test_frequencies_and_weights_by_priority(name: str, shape: str) -> None:
 # -- without replacement ----------------------------------------------------------------------------------
 
 
-def halves(count: int) -> Floats:
+def even_chances(count: int) -> Floats:
     """Return the chances of the first and of the second half of so many things that are alike."""
     return np.array([count // 2, count - count // 2]) / count
 
@@ -294,7 +296,7 @@ def test_every_trajectory_once_per_pass(shape: str, length: int, strict: bool) -
         for step, row in enumerate(run):
             run_of[id_of[row]], step_of[id_of[row]] = number, step
     places = np.array([len(run) for run in runs]) - wholes + 1
-    sides = [halves(len(runs)), *map(halves, places.tolist())]
+    sides = [even_chances(len(runs)), *map(even_chances, places.tolist())]
     counts = np.zeros((2 + len(runs), 2), np.int64)  # who comes first, who comes last, and where in each run
     while not sampler.ran_out:  # to the end of a pass that may have begun
         kept.rb.sample(length)

@@ -41,8 +41,8 @@ MAKE: dict[str, Callable[[], Any]] = {
 
 def fields(lanes: np.ndarray, times: np.ndarray) -> dict[Any, np.ndarray]:
     """Return what rows hold: the step number `times` of lanes. Shapes all the same."""
-    turn, step = np.divmod(times, EPISODES[lanes])
-    episode = lanes * 1_000_000 + turn
+    cycle, step = np.divmod(times, EPISODES[lanes])
+    episode = lanes * 1_000_000 + cycle
     return {
         "episode_of_lane": episode,
         "step": step,

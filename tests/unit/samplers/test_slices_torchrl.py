@@ -52,13 +52,13 @@ class Stream:
     ndim: int = 1
     seams: bool = True
 
-    def shown(self) -> torch.Tensor:
+    def visible(self) -> torch.Tensor:
         """Return worker, episode and step of every row. Shape `(rows, 3)`."""
         return torch.cat([batch["observation"].reshape(-1, 3) for batch in self.batches])
 
     def slices(self) -> set[Slice]:
         """Return all there are: worker, episode and first step."""
-        rows = {tuple(row) for row in self.shown().tolist()}
+        rows = {tuple(row) for row in self.visible().tolist()}
         return {(w, e, s) for w, e, s in rows if all((w, e, s + k) in rows for k in range(LENGTH))}
 
 
@@ -71,7 +71,7 @@ def collected(make: Callable[..., Any], workers: int, **keywords: Any) -> list[T
         collector.shutdown()
 
 
-def in_turns() -> list[TensorDict]:
+def interleave() -> list[TensorDict]:
     """Batches of three workers that take turns; trajectory ids are unique, as from one collector."""
     makers = [Counting(worker) for worker in range(3)]
     kept = [maker._reset() for maker in makers]
@@ -112,7 +112,7 @@ KINDS: dict[str, Callable[[], Stream]] = {
         seams=False,
     ),
     "async": lambda: Stream(collected(MultiAsyncCollector, 3, frames_per_batch=FRAMES)),
-    "turns": lambda: Stream(in_turns()),
+    "turns": lambda: Stream(interleave()),
 }
 
 

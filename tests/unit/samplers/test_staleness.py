@@ -26,7 +26,7 @@ from expstore import (
     ZarrStorage,
 )
 from expstore.buffers.rng import Draws
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 
 
 def rows(versions: Any, first: int = 0) -> TensorDict:
@@ -198,7 +198,7 @@ def test_a_change_while_versions_are_read_is_seen_by_the_next_batch() -> None:
     assert batch["staleness"].unique().tolist() == [4, 8]
 
 
-def law_of(rb: TensorDictReplayBuffer) -> list[tuple[int, int, float]]:
+def find_distribution(rb: TensorDictReplayBuffer) -> list[tuple[int, int, float]]:
     """Runs of one version among the readable rows, found by looking at each."""
     found: list[tuple[int, int, float]] = []
     window = rb.storage.window
@@ -234,7 +234,7 @@ def test_versions_follow_the_rows(kind: str, tmp_path: Path) -> None:
             rb[index] = changed
         elif step % 9 == 4 and storage.window.size > 20:
             first = storage.window.low + int(rng.integers(1, 10))
-            storage._state.window = replace(storage.window, gaps=Gaps.of([(first, first + 4)]))
+            storage._state.window = replace(storage.window, deleted=IdSet.of([(first, first + 4)]))
         count = int(rng.integers(1, 30))
         rb.extend(rows(torch.from_numpy(np.sort(rng.integers(0, 4, count)))))
         rb.add(rows([3])[0])
@@ -243,7 +243,7 @@ def test_versions_follow_the_rows(kind: str, tmp_path: Path) -> None:
         assert storage.window.holds(batch["id"].numpy()).all()
         known = sampler_of(rb)._known.versions
         runs = zip(known.first.tolist(), known.last.tolist(), known.version.tolist(), strict=True)
-        assert list(runs) == law_of(rb)
+        assert list(runs) == find_distribution(rb)
         other = StalenessAwareSampler()
         other.consumer_version = 5
         one = sampler_of(rb).sample(storage, 40, Draws(1).generator(step))

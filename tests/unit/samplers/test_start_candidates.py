@@ -57,7 +57,7 @@ def places(
     return found
 
 
-def law(found: dict[int, dict[tuple[int, int], float]], by: str) -> dict[tuple[int, int], float]:
+def distribution(found: dict[int, dict[tuple[int, int], float]], by: str) -> dict[tuple[int, int], float]:
     """Return the chance of each slice."""
     if by == "start":
         total = sum(sum(slices.values()) for slices in found.values())
@@ -93,10 +93,10 @@ def matches(x: int) -> float:
     return float(value_of(x) >= 3)
 
 
-def fill(rb: TensorDictReplayBuffer, at: dict[int, int], seed: int, turns: int) -> None:
+def fill(rb: TensorDictReplayBuffer, at: dict[int, int], seed: int, cycles: int) -> None:
     """Let trajectories grow in turn by a few rows each."""
     rng = np.random.default_rng(seed)
-    for _ in range(turns):
+    for _ in range(cycles):
         trajectory, count = int(rng.integers(1, 6)), int(rng.integers(1, 4))
         rb.extend(rows(trajectory, count, at.get(trajectory, 0)))
         at[trajectory] = at.get(trajectory, 0) + count
@@ -128,13 +128,13 @@ def test_slices_begin_where_rows_match(
         fill(rb, at, seed, 12)
         rb.sample(LENGTH)  # so that it follows what comes, besides looking at all of it
         rb.refresh()
-        check(rb, law(places(rb, mass, **model), by))
+        check(rb, distribution(places(rb, mass, **model), by))
     changed = rb[:10]
     changed["value"][:] = 4.0
     first = changed["x"].tolist()
     rb[:10] = changed
     rb.refresh()
-    check(rb, law(places(rb, lambda x: _changed(x, first, mass), **model), by))
+    check(rb, distribution(places(rb, lambda x: _changed(x, first, mass), **model), by))
 
 
 def _changed(x: int, changed: list[int], mass: Callable[[int], float]) -> float:
@@ -198,7 +198,7 @@ def test_rows_that_left_are_not_drawn_and_new_ones_join() -> None:
         possible = {place[0] for slices in places(rb, matches).values() for place in slices}
         assert set(firsts) <= possible
     rb.refresh()
-    check(rb, law(places(rb, matches), "trajectory"))
+    check(rb, distribution(places(rb, matches), "trajectory"))
 
 
 def test_priorities_count_beside_the_filter() -> None:
@@ -213,7 +213,7 @@ def test_priorities_count_beside_the_filter() -> None:
         rb.refresh()
         x = rb.storage.read(ids, [rb.storage.require_schema().place_of(("x",))])[0]
         priority = dict(zip(x.tolist(), ((values + np.float32(1e-8)).astype(float)) ** 0.6, strict=True))
-        expected = law(places(rb, lambda x, priority=priority: matches(x) * priority[x]), "start")  # type: ignore[misc]
+        expected = distribution(places(rb, lambda x, priority=priority: matches(x) * priority[x]), "start")  # type: ignore[misc]
         check(rb, expected)
         batch = rb.sample(30)
         least = min(expected.values())
@@ -265,4 +265,4 @@ def test_copies_evaluate_for_themselves() -> None:
         "SliceSampler(slice_len=3, strict_length=True, by='trajectory', where='value >= 3')"
     )
     other = TensorDictReplayBuffer(storage=rb.storage, sampler=copied)
-    check(other, law(places(other, matches), "trajectory"))
+    check(other, distribution(places(other, matches), "trajectory"))

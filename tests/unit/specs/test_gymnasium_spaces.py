@@ -100,7 +100,7 @@ def test_a_space_comes_back_as_it_was(space: spaces.Space[Any]) -> None:
 
 
 @given(anything, st.integers(0, 2**31))
-def test_specs_and_spaces_hold_each_others_values(space: spaces.Space[Any], seed: int) -> None:
+def test_specs_and_spaces_contain_each_others_values(space: spaces.Space[Any], seed: int) -> None:
     spec = from_space(space)
     space.seed(seed)
     value = spec.encode(nested(space.sample()))

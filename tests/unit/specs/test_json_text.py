@@ -205,7 +205,7 @@ def test_masks_that_were_set_later_stay() -> None:
     assert to_torchrl(spec).mask.tolist() == [[True, False], [True, False]]
 
 
-def test_what_text_cannot_hold_is_refused() -> None:
+def test_what_text_cannot_represent_is_refused() -> None:
     for data in (object(), math.nan, {1: 2}, [torch.zeros(2)], (1, 2)):
         with pytest.raises(SchemaError, match="JSON cannot represent"):
             to_text(NonTensor(example_data=data))

@@ -464,18 +464,18 @@ def test_half_precision_reads_as_float(index: Index, rng: np.random.Generator, s
     half = rng.normal(size=len(ids)).astype(np.float16)
     wide = rng.normal(size=(len(ids), 3)).astype(np.float32)
     bits = (wide.view(np.uint32) >> 16).astype(np.uint16)
-    shown = (bits.astype(np.uint32) << 16).view(np.float32)
+    visible = (bits.astype(np.uint32) << 16).view(np.float32)
     made = relations(ids, cut=70_000, h=half)
     fields = [*made.columns, column(("next", "b"), bits, dtype="bfloat16", cut=70_000)]
     seen = Relations(fields)
-    expected = [(half[k], pytest.approx(shown[k].tolist())) for k in (65_999, 66_000, 66_001)]
+    expected = [(half[k], pytest.approx(visible[k].tolist())) for k in (65_999, 66_000, 66_001)]
     assert rows(index, sql, seen) == expected
     # Filters go where the values are converted; they must see the same values.
     assert rows(index, "SELECT count(*) FROM transitions WHERE h > 0.5", seen) == [((half > 0.5).sum(),)]
     assert rows(index, "SELECT count(*), max(_id) FROM transitions", seen) == [(140_000, 140_000)]
     assert rows(index, "SELECT avg(next.b[2]) FROM transitions WHERE _id <= 100 AND h < 0", seen)[0][
         0
-    ] == pytest.approx(shown[:100][half[:100] < 0, 1].mean(dtype=np.float64))
+    ] == pytest.approx(visible[:100][half[:100] < 0, 1].mean(dtype=np.float64))
 
 
 def test_a_field_of_two_dims_beside_half_precision(index: Index) -> None:
@@ -831,7 +831,7 @@ def test_a_fork_may_not_use_it_and_does_no_harm(path: Path, open_index: Callable
     assert rows(index, "SELECT count(*) FROM episodes") == [(3,)]
 
 
-HOLD = """
+KEEP_OPEN = """
 import sys, duckdb
 con = duckdb.connect(sys.argv[1])
 print("open", flush=True)
@@ -844,7 +844,7 @@ def test_locked_by_another_process(path: Path) -> None:
     index.commit(FIRST)
     index.close()
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KEEP_OPEN, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as shell:
         assert shell.stdout is not None
         assert shell.stdout.readline() == "open\n"
@@ -979,7 +979,7 @@ def damaged_file(path: Path, how: str) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("how", ["garbage", "empty", "cut", "header", "blocks", "other database"])
-def test_a_damaged_file_is_set_aside(made: Path, how: str) -> None:
+def test_a_damaged_file_is_quarantined(made: Path, how: str) -> None:
     damaged_file(made, how)
     bytes_before = made.read_bytes()
     index = Index.open(made, disk=Disk(), store_uuid=UUID)
@@ -997,14 +997,14 @@ def test_a_damaged_file_is_set_aside(made: Path, how: str) -> None:
     again.close()
 
 
-def test_an_index_of_another_store_is_set_aside(made: Path) -> None:
+def test_an_index_of_another_store_is_quarantined(made: Path) -> None:
     index = Index.open(made, disk=Disk(), store_uuid="other")
     assert index.position == (0, 0)
     assert "belongs to store" in str(index.notice)
     index.close()
 
 
-def test_a_damaged_log_is_set_aside_with_its_file(path: Path, rng: np.random.Generator) -> None:
+def test_a_damaged_log_is_quarantined_with_its_file(path: Path, rng: np.random.Generator) -> None:
     with warm_processes.Popen(
         [sys.executable, "-c", CHILD, str(path)],
         stdout=subprocess.PIPE,

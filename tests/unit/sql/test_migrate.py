@@ -83,7 +83,7 @@ def test_nothing_is_left_in_the_log(con: duckdb.DuckDBPyConnection, tmp_path: Pa
 @pytest.mark.parametrize(
     "names", [[], ["0002_two.sql"], ["0001_a.sql", "0001_b.sql"], ["0001_a.sql", "0003_c.sql"]]
 )
-def test_gaps_are_refused(tmp_path: Path, names: list[str]) -> None:
+def test_missing_numbers_are_refused(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).write_text("SELECT 1;")
     with pytest.raises(MigrationError, match="without gaps"):

@@ -244,7 +244,7 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
     read: list[int] = []
     alive: set[int] = set()
     ahead = threading.Event()
-    unpacked = arrow_dataset.ShownDataset._unpacked
+    unpacked = arrow_dataset.ViewDataset._unpacked
 
     def watched(self: Any, *arguments: Any) -> Iterator[Any]:
         alive.add(number := len(read))
@@ -258,7 +258,7 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
         finally:
             alive.discard(number)
 
-    monkeypatch.setattr(arrow_dataset.ShownDataset, "_unpacked", watched)
+    monkeypatch.setattr(arrow_dataset.ViewDataset, "_unpacked", watched)
     with make(store_path) as rb, expstore.open(store_path, mode="r") as follower:
         for reader in (rb, follower):
             for query in (

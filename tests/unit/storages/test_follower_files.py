@@ -100,12 +100,12 @@ def test_a_follower_keeps_no_file_of_the_writers_before(store_path: Path, kind: 
     make(store_path, kind)
     with expstore.open(store_path, mode="r") as follower:
         counts = []
-        for turn in range(5):
+        for cycle in range(5):
             with expstore.open(store_path) as rb:
-                rb.extend(rows(kind, 20, start=30 + 20 * turn))
-                assert len(follower) == 50 + 20 * turn
+                rb.extend(rows(kind, 20, start=30 + 20 * cycle))
+                assert len(follower) == 50 + 20 * cycle
             follower.sample(3)
-            assert follower[49 + 20 * turn]["number"] == 49 + 20 * turn
+            assert follower[49 + 20 * cycle]["number"] == 49 + 20 * cycle
             counts.append(open_files())
     check_constant(counts)
 
@@ -115,11 +115,11 @@ def test_a_follower_keeps_no_file_of_columns_before(store_path: Path, kind: str)
     make(store_path, kind)
     with expstore.open(store_path) as rb, expstore.open(store_path, mode="r") as follower:
         counts = []
-        for turn in range(4):
-            rb.columns.add(f"more{turn}", fill=turn)
-            assert follower[29][f"more{turn}"] == turn
-            rb.columns.drop(f"more{turn}")
-            assert f"more{turn}" not in follower[29].keys()  # noqa: SIM118
+        for cycle in range(4):
+            rb.columns.add(f"more{cycle}", fill=cycle)
+            assert follower[29][f"more{cycle}"] == cycle
+            rb.columns.drop(f"more{cycle}")
+            assert f"more{cycle}" not in follower[29].keys()  # noqa: SIM118
             counts.append(open_files())
     check_constant(counts)
 

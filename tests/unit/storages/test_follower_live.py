@@ -279,7 +279,7 @@ def test_rows_in_change_are_waited_for(
     assert seen.sql("SELECT 1").fetchall() == [(1,)]
 
 
-def test_a_change_that_failed_is_not_shown(
+def test_a_change_that_failed_is_not_visible(
     pair: tuple[TensorDictReplayBuffer, TensorDictReplayBuffer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rb, seen = pair

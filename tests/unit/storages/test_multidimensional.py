@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from expstore._open import open as open_store
 from expstore.buffers.replay_buffer import ReplayBuffer
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.episodes.table import Steps
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.schema.field_roles import find_keys
@@ -88,18 +88,18 @@ def test_places_against_numpy(
 ) -> None:
     storage = make(capacity, ndim=3)
     storage.prepare(SCHEMA, KEYS, (2, 3))
-    shown = np.zeros((4, 2, 3), int)  # 24 cells
+    visible = np.zeros((4, 2, 3), int)  # 24 cells
     for step in range(11):
         ids = put(storage, 6)
         if capacity is None and step >= 4:
             break
-        shown[step % 4] = ids.reshape(2, 3)
+        visible[step % 4] = ids.reshape(2, 3)
         filled = min(step + 1, 4)
         assert storage.shape == (filled, 2, 3)
         places = np.stack([rng.integers(0, size, 50) for size in (filled, 2, 3)], axis=1)
         numbers = storage.geometry.ravel(places, storage.window)
         np.testing.assert_array_equal(storage.geometry.unravel(numbers), places)
-        expected = shown[tuple(places.T)]
+        expected = visible[tuple(places.T)]
         np.testing.assert_array_equal(storage.geometry.ids_at(numbers, storage.window), expected)
         np.testing.assert_array_equal(
             storage.read(storage.geometry.ids_at(numbers, storage.window))[0], expected
@@ -267,13 +267,13 @@ def test_a_kill_leaves_whole_steps(tmp_path: Path) -> None:
 def test_steps_of_which_a_repair_gave_up_cells(make: Callable[..., Storage]) -> None:
     storage = make(30, ndim=2)
     storage.set(range(4), TensorDict({"n": torch.arange(12).reshape(4, 3)}, [4, 3]))
-    storage._state.window = dataclasses.replace(storage.window, gaps=Gaps.of([(5, 5)]))
+    storage._state.window = dataclasses.replace(storage.window, deleted=IdSet.of([(5, 5)]))
     assert storage.get(0)["n"].tolist() == [0, 1, 2]
     assert len(storage) == 11
     assert storage.get(slice(None))["n"].tolist() == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
     assert storage.get((1, 2))["n"] == 8
     assert [row["n"].tolist() for row in storage] == [[0, 1, 2], [6, 7, 8], [9, 10, 11]]
-    storage._state.window = dataclasses.replace(storage.window, gaps=NO_GAPS)
+    storage._state.window = dataclasses.replace(storage.window, deleted=NO_IDS)
     assert len(list(storage)) == 4
 
 

@@ -173,9 +173,11 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
     with expstore.open(store_path) as rb:
         rb.extend(rows(20))
         rb.sql("SELECT 1")
-    hold = "import duckdb, sys; con = duckdb.connect(sys.argv[1], read_only=True); print(flush=True); input()"
+    script = (
+        "import duckdb, sys; con = duckdb.connect(sys.argv[1], read_only=True); print(flush=True); input()"
+    )
     child = subprocess.Popen(
-        [sys.executable, "-c", hold, str(store_path / "index.duckdb")],
+        [sys.executable, "-c", script, str(store_path / "index.duckdb")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -201,8 +203,8 @@ def test_an_analyst_who_holds_the_index_does_not_stop_the_writer(store_path: Pat
 @pytest.mark.parametrize(
     ("capacity", "codec"),
     [
-        pytest.param(capacity, codec, marks=() if number % 2 == turns else pytest.mark.torture)
-        for turns, capacity in enumerate([None, 300])
+        pytest.param(capacity, codec, marks=() if number % 2 == cycles else pytest.mark.torture)
+        for cycles, capacity in enumerate([None, 300])
         for number, codec in enumerate(CODECS)
     ],
 )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Window
 from expstore.storages.row_state import RowState
 
@@ -34,10 +34,10 @@ def test_rows_leave_otherwise(capacity: int | None) -> None:
 def test_rows_between_others_leave() -> None:
     state = RowState()
     state.commit(8, 8, None, (1, 1))
-    state.delete(Window(2, 8, Gaps.of([(5, 6)])))
+    state.delete(Window(2, 8, IdSet.of([(5, 6)])))
     assert (state.retired, state.window.rows) == (2, 4)
     state.commit(9, 1, None, (1, 2))
-    assert state.window == Window(2, 9, Gaps.of([(5, 6)]))
+    assert state.window == Window(2, 9, IdSet.of([(5, 6)]))
 
 
 def test_all_rows_leave() -> None:

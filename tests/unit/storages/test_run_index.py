@@ -14,7 +14,7 @@ from expstore.storages.memory import MemoryStorage
 from tests.support.batches import trajectory_rows
 
 
-def shown(rb: ReplayBuffer) -> list[list[int]]:
+def list_runs(rb: ReplayBuffer) -> list[list[int]]:
     """What x is in each run, step by step."""
     runs = rb.storage.runs
     with runs.lock:
@@ -29,16 +29,16 @@ def shown(rb: ReplayBuffer) -> list[list[int]]:
 def test_runs_follow_episodes_whatever_comes_between() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(10))
     rb.extend(trajectory_rows(1, 3))
-    assert shown(rb) == [[1000, 1001, 1002]]
+    assert list_runs(rb) == [[1000, 1001, 1002]]
     rb.extend(trajectory_rows(2, 2))
     rb.extend(trajectory_rows(1, 2, 3))
-    assert shown(rb) == [[1000, 1001, 1002, 1003, 1004], [2000, 2001]]
+    assert list_runs(rb) == [[1000, 1001, 1002, 1003, 1004], [2000, 2001]]
     rb.extend(trajectory_rows(2, 5, 2))  # two rows too many for the ring
-    assert shown(rb) == [[1002, 1003, 1004], [2000, 2001, 2002, 2003, 2004, 2005, 2006]]
+    assert list_runs(rb) == [[1002, 1003, 1004], [2000, 2001, 2002, 2003, 2004, 2005, 2006]]
     rb.empty()
-    assert shown(rb) == []
+    assert list_runs(rb) == []
     rb.extend(trajectory_rows(3, 2))
-    assert shown(rb) == [[3000, 3001]]
+    assert list_runs(rb) == [[3000, 3001]]
 
 
 def test_rows_are_located() -> None:
@@ -100,20 +100,20 @@ def test_a_store_on_disk_shows_the_same_after_any_end(store_path: Path) -> None:
         for first in range(0, 12, 2):
             rb.extend(trajectory_rows(1, 2, first), source="a")
             rb.extend(trajectory_rows(1, 1, first), source="b")
-        before = shown(rb)
+        before = list_runs(rb)
         assert len(before) == 2
     with expstore.open(store_path) as rb:
-        assert shown(rb) == before
+        assert list_runs(rb) == before
         assert rb.episodes.resume("a", check=False).numel() == 1
         with expstore.open(store_path, mode="r") as follower:
-            assert shown(follower) == before
+            assert list_runs(follower) == before
             rb.extend(trajectory_rows(1, 3, 12), source="a")
             rb.flush()  # few rows stand in the columns a little later
-            assert shown(follower) == shown(rb) != before
+            assert list_runs(follower) == list_runs(rb) != before
         rb.dumps(store_path.with_name("versions"))
         rb.extend(trajectory_rows(7, 5))
         rb.loads(store_path.with_name("versions"))
-        assert shown(rb)[0][-1] == 1014
+        assert list_runs(rb)[0][-1] == 1014
 
 
 def test_threads_may_look_while_one_writes() -> None:

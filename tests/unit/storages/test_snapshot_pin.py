@@ -5,35 +5,35 @@ from __future__ import annotations
 import threading
 
 from expstore.core.lock_order import LockOrder
-from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.stats import Counters
 
 
 def test_who_need_not_wait_does_not() -> None:
     counters = Counters()
-    hold = Hold(LockOrder(), counters)
-    hold.wait()
-    with hold.turn():
-        hold.move(5)
-        hold.wait(4)
+    pin = SnapshotPin(LockOrder(), counters)
+    pin.wait()
+    with pin.acquire():
+        pin.move(5)
+        pin.wait(4)
     assert counters.waits == 0
 
 
 def test_one_waits_until_its_rows_are_copied_and_is_counted() -> None:
     counters, passed = Counters(), threading.Event()
-    hold = Hold(LockOrder(), counters)
-    with hold.turn():
-        hold.move(1)
-        waiter = threading.Thread(target=lambda: (hold.wait(7), passed.set()))
+    pin = SnapshotPin(LockOrder(), counters)
+    with pin.acquire():
+        pin.move(1)
+        waiter = threading.Thread(target=lambda: (pin.wait(7), passed.set()))
         waiter.start()
-        hold.move(7)
+        pin.move(7)
         assert not passed.is_set()  # row 7 itself is not copied yet
-        hold.move(8)
+        pin.move(8)
         assert passed.wait(30)
         waiter.join()
-        everything = threading.Thread(target=hold.wait)
+        everything = threading.Thread(target=pin.wait)
         everything.start()
     everything.join(30)  # whatever has happened to the copy, nobody waits for it any longer
     assert not everything.is_alive()
     assert counters.waits >= 1
-    assert hold.first == 0
+    assert pin.first == 0

@@ -859,7 +859,7 @@ def test_a_child_never_writes_rows_that_were_kept_back(
 
 
 @pytest.mark.some(1)
-def test_samples_are_never_torn_while_the_ring_turns(
+def test_samples_are_never_torn_while_the_ring_wraps(
     make: Callable[..., Storage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_spare_slots(monkeypatch, 64)
@@ -888,10 +888,10 @@ def test_samples_are_never_torn_while_the_ring_turns(
     for reader in readers:
         reader.start()
     rng = np.random.default_rng(0)
-    turns = 0
-    while not stop.is_set() and (turns < 150 or min(checked) < 30):
+    cycles = 0
+    while not stop.is_set() and (cycles < 150 or min(checked) < 30):
         put(storage, int(rng.integers(1, 64)))
-        turns += 1
+        cycles += 1
     stop.set()
     for reader in readers:
         reader.join()

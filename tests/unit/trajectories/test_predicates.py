@@ -94,7 +94,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_conditions_hold_of_the_same_trajectories_as_in_torchrl(name: str) -> None:
+def test_conditions_are_true_of_the_same_trajectories_as_in_torchrl(name: str) -> None:
     condition, expected = CONDITIONS[name]
     assert lengths_of(filter_trajectories(steps(*LENGTHS), condition(traj))) == expected
     assert lengths_of(memory_buffer(rows=steps(*LENGTHS)).query(condition(traj))) == expected

@@ -66,11 +66,11 @@ class Once(StepTransform):
         return batch.set("before", torch.from_numpy(seen))
 
 
-def interleaved(rb: Any, turns: int = 40, at: dict[int, int] | None = None) -> dict[int, int]:
+def interleaved(rb: Any, cycles: int = 40, at: dict[int, int] | None = None) -> dict[int, int]:
     """Extend with rows of three trajectories that take turns, a few rows at a time."""
     at = {1: 0, 2: 0, 3: 0} if at is None else at
-    for turn in range(turns):
-        trajectory, count = 1 + turn % 3, 1 + turn % 4
+    for cycle in range(cycles):
+        trajectory, count = 1 + cycle % 3, 1 + cycle % 4
         rb.extend(trajectory_rows(trajectory, count, at[trajectory]))
         at[trajectory] += count
     return at

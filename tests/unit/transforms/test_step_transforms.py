@@ -518,7 +518,7 @@ def test_arguments_of_another_kind_are_refused(name: str) -> None:
         make()
 
 
-def test_a_number_that_a_field_cannot_hold_is_refused() -> None:
+def test_a_number_that_a_field_cannot_store_is_refused() -> None:
     n = torch.arange(3)
     rows = counted(3, n=n[:, None], pixels=n[:, None].to(torch.uint8), half=n[:, None].half())
     for value, key in (
@@ -605,15 +605,15 @@ def test_fields_that_do_not_fit_are_named() -> None:
 WORKERS, STEPS = 3, 5
 
 
-def numbered(turn: int) -> TensorDict:
+def numbered(cycle: int) -> TensorDict:
     """Return the rows of one turn: workers take turns, and rows say which step of their worker they are."""
-    first = turn // WORKERS * STEPS
+    first = cycle // WORKERS * STEPS
     step = torch.arange(first, first + STEPS).float().unsqueeze(-1)
     return TensorDict({"x": step, "next": {"reward": step * 2, "x": step + 1}}, [STEPS])
 
 
-def write(rb: Any, turn: int) -> None:
-    rb.extend(numbered(turn), source=f"worker{turn % WORKERS}")
+def write(rb: Any, cycle: int) -> None:
+    rb.extend(numbered(cycle), source=f"worker{cycle % WORKERS}")
 
 
 def looking(rb: Any) -> Any:
@@ -637,13 +637,13 @@ def check_numbered(batch: Any) -> float:
 def test_a_follower_beside_a_writer_that_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(path, capacity=60, seed=2) as rb:
-        for turn in range(12):
-            write(rb, turn)
+        for cycle in range(12):
+            write(rb, cycle)
     if (child := os.fork()) == 0:
         try:
             rb = expstore.open(path)
-            for turn in range(12, 100_000):
-                write(rb, turn)
+            for cycle in range(12, 100_000):
+                write(rb, cycle)
         finally:
             os._exit(1)
     try:
@@ -660,14 +660,14 @@ def test_a_follower_beside_a_writer_that_overwrites(tmp_path: Path) -> None:
 def test_threads_that_sample_while_one_overwrites(prefetch: int) -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(60, seed=3), batch_size=16, prefetch=prefetch)
     looking(rb)
-    for turn in range(12):
-        write(rb, turn)
+    for cycle in range(12):
+        write(rb, cycle)
     done = threading.Event()
 
     def overwrite() -> None:
         try:
-            for turn in range(12, 1500):
-                write(rb, turn)
+            for cycle in range(12, 1500):
+                write(rb, cycle)
         finally:
             done.set()
 

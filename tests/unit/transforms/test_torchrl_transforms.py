@@ -45,12 +45,12 @@ def rows(count: int, first: int = 0) -> TensorDict:
     number = torch.arange(first, first + count)
     random = torch.Generator().manual_seed(first)
     done = ((number + 1) % LENGTH == 0)[:, None]
-    shown = torch.stack([number, number % LENGTH, -number], -1).float()
+    visible = torch.stack([number, number % LENGTH, -number], -1).float()
     pixels = (torch.arange(count * 4 * 4 * 3).reshape(count, 4, 4, 3) % 251).to(torch.uint8)
     return TensorDict(
         {
-            "observation": shown,
-            "double": shown.double(),
+            "observation": visible,
+            "double": visible.double(),
             "pixels": pixels,
             "action": torch.nn.functional.one_hot(torch.randint(3, (count,), generator=random), 3),
             "motion": torch.randn(count, 2, generator=random),
@@ -62,7 +62,7 @@ def rows(count: int, first: int = 0) -> TensorDict:
             "is_init": (number % LENGTH == 0)[:, None].float(),
             "hidden": torch.zeros(count, 1, 4),
             "next": {
-                "observation": shown + torch.tensor([1.0, 1.0, -1.0]),
+                "observation": visible + torch.tensor([1.0, 1.0, -1.0]),
                 "reward": torch.randn(count, 1, generator=random),
                 "done": done,
                 "terminated": done.clone(),

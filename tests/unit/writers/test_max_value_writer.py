@@ -423,8 +423,8 @@ def test_rows_are_whole_while_others_take_their_places(tmp_path: Path) -> None:
         ]
         for thread in threads:
             thread.start()
-        for turn in range(60):
-            first = 500 + 100 * turn
+        for cycle in range(60):
+            first = 500 + 100 * cycle
             rb.extend(rows(range(first, first + 100), first))
         over.set()
         for thread in threads:
@@ -439,8 +439,8 @@ def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tuning, "REPLACED_ROWS_BYTES", 40_000)
     with expstore.open(tmp_path / "best.exp", capacity=100, writer=TensorDictMaxValueWriter("score")) as rb:
         rb.extend(rows(range(100)))
-        for turn in range(20):
-            first = 100 + 20 * turn
+        for cycle in range(20):
+            first = 100 + 20 * cycle
             rb.extend(rows(range(first, first + 20), first))
             assert sorted(number for _, number in whole(rb)) == list(range(first - 80, first + 20))
         assert rb.storage.counters.syncs >= 4

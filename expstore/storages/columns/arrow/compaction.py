@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Array
 from expstore.storages.columns.arrow.ipc import Header
 from expstore.storages.columns.arrow.segments import Segment
@@ -97,17 +97,17 @@ def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) 
     return parts
 
 
-def thinned(store: SegmentWriter, segment: Segment, low: int, gaps: Gaps) -> list[Array]:
+def thinned(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
     """Return the bytes of a segment without the rows that have left; its end is left out.
 
     Args:
         store: Its segments.
         segment: One of them.
         low: Rows up to this id have left.
-        gaps: So have these.
+        deleted: So have these.
     """
     parts = [np.frombuffer(segment.widths.head, np.uint8)]
-    near = gaps.between(segment.first - 1, segment.last)
+    near = deleted.between(segment.first - 1, segment.last)
     for header, at in zip(segment.headers, segment.offsets, strict=True):
         firsts, lasts = near.others(max(low, header.first - 1), header.last)
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):

@@ -95,8 +95,8 @@ class SegmentReader(Segments, FollowedPart):
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows have left; the writer records that before it removes files. Shapes `(n,)`."""
         store = self.folder.parent
-        left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
-        # Read after the manifest: gaps that the manifest no longer lists are below `retired` by then.
+        left: Array = Manifest.load(self._disk, store).deleted.holds(ids)
+        # Read after the manifest: deleted ids that the manifest no longer lists are below `retired` by then.
         view = Watch(self._disk, store).look() if self._live else None
         return left if view is None else left | (ids <= view.retired)
 
@@ -155,8 +155,8 @@ class SegmentReader(Segments, FollowedPart):
             CorruptionError: Rows are missing or damaged.
         """
         if self._live and ids.size:
-            shown = self._shown
-            batches, _ = self._find(shown, ids)
+            locations = self._locations
+            batches, _ = self._find(locations, ids)
             if (batches < 0).any():
                 with self.changing:
                     top = self.top

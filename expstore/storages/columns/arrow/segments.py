@@ -109,7 +109,7 @@ class Segment:
         return ctypes.string_at(self.address + start, size)
 
 
-class _Shown(NamedTuple):
+class _Locations(NamedTuple):
     """Where batches can be read now. Entries behind `held` may be filled in; earlier ones never change.
 
     Args:
@@ -185,7 +185,7 @@ class Segments(AppendedPart):
         self.changing = threading.RLock()
         self._loops: Any = None
         self._unpacking: Any = None
-        self._shown = self._room(16)
+        self._locations = self._room(16)
 
     def _set_top(self, last: int) -> None:
         """Set the newest id."""
@@ -296,12 +296,12 @@ class Segments(AppendedPart):
 
     # -- the readable batches --------------------------------------------------------------------
 
-    def _room(self, size: int) -> _Shown:
+    def _room(self, size: int) -> _Locations:
         ints = [np.zeros(size, np.int64) for _ in range(6)]
         wide = [np.zeros((size, self.plan.buffers), np.int64) for _ in range(2)]
         flags = [np.zeros(size, bool) for _ in range(2)]
         lengths = np.zeros((size, self.plan.nodes), np.int64)
-        return _Shown._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
+        return _Locations._make([0, *ints, *flags, *wide, lengths, np.zeros(size, np.int64), ()])
 
     def _way(self, widths: Widths) -> int:
         """Return the number of these widths; add them to the known ones if they are new."""
@@ -315,11 +315,11 @@ class Segments(AppendedPart):
     def show_all(self, segments: Sequence[Segment]) -> None:
         """Make the batches of these segments readable, and no others."""
         self.segments = list(segments)
-        shown = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
-        shown = shown._replace(maps=tuple(segment.addresses for segment in segments))
+        locations = self._room(max(16, 2 * sum(len(segment.headers) for segment in segments)))
+        locations = locations._replace(maps=tuple(segment.addresses for segment in segments))
         for segment in segments:
-            shown = self._put(shown, segment, segment.headers, segment.offsets)
-        self._shown = shown
+            locations = self._put(locations, segment, segment.headers, segment.offsets)
+        self._locations = locations
         self.top = max(self.top, *(segment.last for segment in segments), 0)
 
     def replace(self, first: int, count: int, by: Sequence[Segment]) -> None:
@@ -330,48 +330,48 @@ class Segments(AppendedPart):
             count: How many segments to replace.
             by: The segments in their place.
         """
-        shown, kept = self._shown, self.segments
+        locations, kept = self._locations, self.segments
         low = sum(len(segment.headers) for segment in kept[:first])
         high = low + sum(len(segment.headers) for segment in kept[first : first + count])
         middle = self._room(max(1, sum(len(segment.headers) for segment in by)))
         for segment in by:
             middle = self._put(middle, segment, segment.headers, segment.offsets)
         parts = [
-            np.concatenate([old[:low], new[: middle.held], old[high : shown.held]])
-            for old, new in zip(shown[1:-1], middle[1:-1], strict=True)
+            np.concatenate([old[:low], new[: middle.held], old[high : locations.held]])
+            for old, new in zip(locations[1:-1], middle[1:-1], strict=True)
         ]
         self.segments = [*kept[:first], *by, *kept[first + count :]]
         maps = tuple(segment.addresses for segment in self.segments)
-        self._shown = _Shown._make([shown.held - (high - low) + middle.held, *parts, maps])
+        self._locations = _Locations._make([locations.held - (high - low) + middle.held, *parts, maps])
 
     def show(self, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]) -> None:
         """Make more batches of the last segment readable."""
-        shown = self._shown
-        if shown.held + len(headers) > shown.firsts.size:
-            longer = self._room(2 * (shown.held + len(headers)))
-            for old, new in zip(shown[1:-1], longer[1:-1], strict=True):
-                new[: shown.held] = old[: shown.held]
-            shown = longer._replace(held=shown.held, maps=shown.maps)
-        if not any(segment.addresses is known for known in shown.maps):
-            shown = shown._replace(maps=(*shown.maps, segment.addresses))
-        self._shown = self._put(shown, segment, headers, offsets)
+        locations = self._locations
+        if locations.held + len(headers) > locations.firsts.size:
+            longer = self._room(2 * (locations.held + len(headers)))
+            for old, new in zip(locations[1:-1], longer[1:-1], strict=True):
+                new[: locations.held] = old[: locations.held]
+            locations = longer._replace(held=locations.held, maps=locations.maps)
+        if not any(segment.addresses is known for known in locations.maps):
+            locations = locations._replace(maps=(*locations.maps, segment.addresses))
+        self._locations = self._put(locations, segment, headers, offsets)
         self.top = max(self.top, segment.last)
 
     def _put(
-        self, shown: _Shown, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
-    ) -> _Shown:
-        way, held = self._way(segment.widths), shown.held
+        self, locations: _Locations, segment: Segment, headers: Sequence[Header], offsets: Sequence[int]
+    ) -> _Locations:
+        way, held = self._way(segment.widths), locations.held
         for at, header, offset in zip(itertools.count(held), headers, offsets, strict=False):
             address = segment.address + offset
-            shown.firsts[at], shown.lasts[at] = header.first, header.last
-            shown.at[at], shown.sizes[at] = address, header.size
-            shown.compressed[at], shown.checked[at] = header.compressed, False
-            shown.crcs[at], shown.crc_at[at] = header.crc, header.crc_at
+            locations.firsts[at], locations.lasts[at] = header.first, header.last
+            locations.at[at], locations.sizes[at] = address, header.size
+            locations.compressed[at], locations.checked[at] = header.compressed, False
+            locations.crcs[at], locations.crc_at[at] = header.crc, header.crc_at
             starts, sizes = header.buffers[:, 0], header.buffers[:, 1]
-            shown.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
-            shown.bytes[at] = sizes
-            shown.lengths[at], shown.ways[at] = header.lengths, way
-        return shown._replace(held=held + len(headers))
+            locations.where[at] = np.where(sizes > 0, address + header.body + starts, 0)
+            locations.bytes[at] = sizes
+            locations.lengths[at], locations.ways[at] = header.lengths, way
+        return locations._replace(held=held + len(headers))
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -382,11 +382,11 @@ class Segments(AppendedPart):
         newest: IntArray = self.top - (self.top - 1 - slots) % self.slots
         return newest
 
-    def _find(self, shown: _Shown, ids: IntArray) -> tuple[IntArray, IntArray]:
+    def _find(self, locations: _Locations, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return the batch of each row, -1 for none, and the row's number in the batch. Shapes `(n,)`."""
-        batches = np.searchsorted(shown.firsts[: shown.held], ids, side="right") - 1
-        missing = (batches < 0) | (ids > shown.lasts[batches])
-        inside = ids - shown.firsts[batches]
+        batches = np.searchsorted(locations.firsts[: locations.held], ids, side="right") - 1
+        missing = (batches < 0) | (ids > locations.lasts[batches])
+        inside = ids - locations.firsts[batches]
         batches[missing] = -1
         return batches, inside
 
@@ -400,21 +400,21 @@ class Segments(AppendedPart):
         Raises:
             CorruptionError: Rows are missing or damaged.
         """
-        shown = self._shown
-        batches, inside = self._find(shown, ids)
+        locations = self._locations
+        batches, inside = self._find(locations, ids)
         missing = batches < 0
         if not missing.any():
-            return self._take(shown, batches, inside, numbers)
-        self._explain(shown, ids[missing])
+            return self._take(locations, batches, inside, numbers)
+        self._explain(locations, ids[missing])
         there = np.flatnonzero(~missing)
-        found = self._take(shown, batches[there], inside[there], numbers)
+        found = self._take(locations, batches[there], inside[there], numbers)
         places = np.full(ids.size, there.size)
         places[there] = np.arange(there.size)
         return [pa.concat_arrays([rows, pa.nulls(1, rows.type)]).take(pa.array(places)) for rows in found]
 
-    def _explain(self, shown: _Shown, ids: IntArray) -> None:
+    def _explain(self, locations: _Locations, ids: IntArray) -> None:
         """Raise CorruptionError if missing rows have not left the store."""
-        oldest = int(shown.firsts[0]) if shown.held else 1 << 62
+        oldest = int(locations.firsts[0]) if locations.held else 1 << 62
         young = ids[ids >= oldest]
         if young.size:
             young = young[~self.have_left(young)]
@@ -422,19 +422,19 @@ class Segments(AppendedPart):
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
 
     def _take(
-        self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+        self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         if not batches.size:
             return [pa.nulls(0, self.kinds[number]) for number in numbers]
-        loops, packed = self._loops, bool(shown.compressed[batches].any())
+        loops, packed = self._loops, bool(locations.compressed[batches].any())
         try:
             if loops is None or (packed and self._unpacking is None):
-                return self._take_decoded(shown, batches, inside, numbers)
-            where, sizes, lengths, ways = shown.where, shown.bytes, shown.lengths, shown.ways
+                return self._take_decoded(locations, batches, inside, numbers)
+            where, sizes, lengths, ways = locations.where, locations.bytes, locations.lengths, locations.ways
             room: Array | None = None
             if packed:
                 names, batches = np.unique(batches, return_inverse=True)
-                where, sizes, room = self._unpack(shown, names, numbers)
+                where, sizes, room = self._unpack(locations, names, numbers)
                 lengths, ways = lengths[names], ways[names]
             gather = Gather(loops, where, sizes, lengths, ways, self._codes)
             ones = np.ones(batches.size, np.int64)
@@ -445,26 +445,26 @@ class Segments(AppendedPart):
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
 
     def _unpack(
-        self, shown: _Shown, names: IntArray, numbers: Sequence[int]
+        self, locations: _Locations, names: IntArray, numbers: Sequence[int]
     ) -> tuple[IntArray, IntArray, Array]:
         """Unpack buffers of some fields; return all addresses and lengths, and the memory that holds them."""
         loops = self._unpacking
-        packed = names[shown.compressed[names]]
+        packed = names[locations.compressed[names]]
         bad = loops.find_damaged(
-            shown.at[packed], shown.sizes[packed], shown.crc_at[packed], shown.crcs[packed]
+            locations.at[packed], locations.sizes[packed], locations.crc_at[packed], locations.crcs[packed]
         )
         if bad >= 0:
-            raise self._damaged(shown, int(packed[bad]))
+            raise self._damaged(locations, int(packed[bad]))
         columns = [self.plan.columns[number] for number in numbers]
-        compressed = shown.compressed[names]
-        return unpack(loops, columns, shown.where[names], shown.bytes[names], compressed)
+        compressed = locations.compressed[names]
+        return unpack(loops, columns, locations.where[names], locations.bytes[names], compressed)
 
     def _take_decoded(
-        self, shown: _Shown, batches: IntArray, inside: IntArray, numbers: Sequence[int]
+        self, locations: _Locations, batches: IntArray, inside: IntArray, numbers: Sequence[int]
     ) -> list[pa.Array]:
         """Take rows with pyarrow while the compiled loops are not loaded yet."""
         names, which = np.unique(batches, return_inverse=True)
-        decoded = [self._decode(shown, int(name), numbers) for name in names]
+        decoded = [self._decode(locations, int(name), numbers) for name in names]
         starts = np.cumsum([0, *(batch.num_rows for batch in decoded)])
         rows = pa.array(starts[which] + inside)
         return [
@@ -479,21 +479,21 @@ class Segments(AppendedPart):
         kind = self.kinds[number]
         return column if column.type == kind else column.cast(kind)
 
-    def _decode(self, shown: _Shown, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
+    def _decode(self, locations: _Locations, name: int, numbers: Sequence[int]) -> pa.RecordBatch:
         """Return some columns of a batch, which keep its memory alive."""
-        address, size = int(shown.at[name]), int(shown.sizes[name])
-        if not shown.checked[name]:  # pyarrow does not validate what it reads
+        address, size = int(locations.at[name]), int(locations.sizes[name])
+        if not locations.checked[name]:  # pyarrow does not validate what it reads
             data = ctypes.string_at(address, size)
             header = read_header(data)
             if header is None or crc_of(data, header) != header.crc:
-                raise self._damaged(shown, name)
-            shown.checked[name] = True
-        buffer = pa.foreign_buffer(address, size, base=shown.maps)
-        schema = self._widths[shown.ways[name]].schema
+                raise self._damaged(locations, name)
+            locations.checked[name] = True
+        buffer = pa.foreign_buffer(address, size, base=locations.maps)
+        schema = self._widths[locations.ways[name]].schema
         return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
 
-    def _damaged(self, shown: _Shown, name: int) -> CorruptionError:
-        first, last = shown.firsts[name], shown.lasts[name]
+    def _damaged(self, locations: _Locations, name: int) -> CorruptionError:
+        first, last = locations.firsts[name], locations.lasts[name]
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
     def sizes(self, ids: IntArray) -> IntArray:
@@ -504,25 +504,27 @@ class Segments(AppendedPart):
         Raises:
             CorruptionError: Offsets are damaged.
         """
-        shown = self._shown
-        batches, inside = self._find(shown, ids)
+        locations = self._locations
+        batches, inside = self._find(locations, ids)
         found = np.zeros(ids.size, np.int64)
         there = np.flatnonzero(batches >= 0)
         if not there.size:
             return found
         names, which = np.unique(batches[there], return_inverse=True)
-        inside, packed = inside[there], bool(shown.compressed[names].any())
+        inside, packed = inside[there], bool(locations.compressed[names].any())
         if self._loops is None or (packed and self._unpacking is None):
-            found[there] = self._sizes_decoded(shown, names, which, inside)
+            found[there] = self._sizes_decoded(locations, names, which, inside)
             return found
-        where, sizes, room = shown.where[names], shown.bytes[names], None
+        where, sizes, room = locations.where[names], locations.bytes[names], None
         try:
             if packed:
-                compressed, columns = shown.compressed[names], self.plan.columns
+                compressed, columns = locations.compressed[names], self.plan.columns
                 where, sizes, room = unpack(
                     self._unpacking, columns, where, sizes, compressed, offsets_only=True
                 )
-            gather = Gather(self._loops, where, sizes, shown.lengths[names], shown.ways[names], self._codes)
+            gather = Gather(
+                self._loops, where, sizes, locations.lengths[names], locations.ways[names], self._codes
+            )
             ones = np.ones(inside.size, np.int64)
             found[there] = sum(gather.sizes(column, which, inside, ones) for column in self.plan.columns)
             del room  # its addresses were read until here
@@ -530,13 +532,15 @@ class Segments(AppendedPart):
             raise CorruptionError(f"rows of {self.folder} cannot be read: {exc.message}") from exc
         return found
 
-    def _sizes_decoded(self, shown: _Shown, names: IntArray, which: IntArray, inside: IntArray) -> IntArray:
+    def _sizes_decoded(
+        self, locations: _Locations, names: IntArray, which: IntArray, inside: IntArray
+    ) -> IntArray:
         """Measure rows with pyarrow while the compiled loops are not loaded yet."""
         found = np.zeros(inside.size, np.int64)
         numbers = range(len(self.fields))
         for at, name in enumerate(names.tolist()):
             here = which == at
-            batch = self._decode(shown, name, numbers)
+            batch = self._decode(locations, name, numbers)
             for column, number in zip(batch.columns, numbers, strict=True):
                 found[here] += row_sizes(self._own(column, number))[inside[here]]
         return found
@@ -554,15 +558,15 @@ class Segments(AppendedPart):
         Raises:
             CorruptionError: Rows are missing or damaged.
         """
-        shown = self._shown
+        locations = self._locations
         found, at = [], first_id
-        for name in self._names(shown, first_id, count):
-            if shown.firsts[name] > at:
-                found.append(self._none(number, at, int(shown.firsts[name])))
-                at = int(shown.firsts[name])
-            batch = self._decode(shown, name, [number])
-            start = at - int(shown.firsts[name])
-            some = min(int(shown.lasts[name]) + 1, first_id + count) - at
+        for name in self._names(locations, first_id, count):
+            if locations.firsts[name] > at:
+                found.append(self._none(number, at, int(locations.firsts[name])))
+                at = int(locations.firsts[name])
+            batch = self._decode(locations, name, [number])
+            start = at - int(locations.firsts[name])
+            some = min(int(locations.lasts[name]) + 1, first_id + count) - at
             found.append(self._own(batch.column(0).slice(start, some), number))
             at += some
         if at < first_id + count:
@@ -577,10 +581,10 @@ class Segments(AppendedPart):
             raise CorruptionError(f"row {young[0]} is missing in {self.folder}")
         return pa.nulls(end - first, self.kinds[number])
 
-    def _names(self, shown: _Shown, first_id: int, count: int) -> Iterator[int]:
+    def _names(self, locations: _Locations, first_id: int, count: int) -> Iterator[int]:
         """Yield the numbers of the batches that hold rows of a run."""
-        low = int(np.searchsorted(shown.lasts[: shown.held], first_id))
-        high = int(np.searchsorted(shown.firsts[: shown.held], first_id + count))
+        low = int(np.searchsorted(locations.lasts[: locations.held], first_id))
+        high = int(np.searchsorted(locations.firsts[: locations.held], first_id + count))
         return iter(range(low, high))
 
     def used_bytes(self, rows: int) -> float:
@@ -614,11 +618,11 @@ class Segments(AppendedPart):
 
     def missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield runs of rows that are not here: (first id, rows)."""
-        shown, at = self._shown, first_id
-        for name in self._names(shown, first_id, count):
-            if shown.firsts[name] > at:
-                yield at, int(shown.firsts[name]) - at
-            at = int(shown.lasts[name]) + 1
+        locations, at = self._locations, first_id
+        for name in self._names(locations, first_id, count):
+            if locations.firsts[name] > at:
+                yield at, int(locations.firsts[name]) - at
+            at = int(locations.lasts[name]) + 1
         if at < first_id + count:
             yield at, first_id + count - at
 

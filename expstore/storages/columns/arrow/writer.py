@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from expstore.core import tuning
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import Array, IntArray, key_name
 from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import Disk, File
@@ -70,7 +70,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._finished: list[Segment] = []  # sealed, and not synced yet
         self._marking: list[Segment] = []  # which the sync under way brings to the disk
         self._marked = 0
-        self._low, self._gaps = 0, NO_GAPS  # rows up to this id have left, and these between others
+        self._low, self._deleted = 0, NO_IDS  # rows up to this id have left, and these between others
         self._unsound: set[Path] = set()  # what is found so stays, for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -387,18 +387,18 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def note_left(self, low: int, gaps: Gaps) -> None:
+    def note_left(self, low: int, deleted: IdSet) -> None:
         """Note which rows have left, as the disk has it, or will with the next checkpoint.
 
         Args:
             low: All up to this id.
-            gaps: Those between others.
+            deleted: Those between others.
         """
-        self._low, self._gaps = low, gaps
+        self._low, self._deleted = low, deleted
 
     def have_left(self, ids: IntArray) -> Array:
         """Return which rows have left the store, so that they may be missing here. Shapes `(n,)`."""
-        left: Array = (ids <= self._low) | self._gaps.holds(ids)
+        left: Array = (ids <= self._low) | self._deleted.holds(ids)
         return left
 
     @property
@@ -410,9 +410,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Return, once, the folders with new names in them."""
         return take_all(self.new_folders)
 
-    def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
+    def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
         """Return what was written since the last checkpoint began."""
-        self.note_left(low, gaps)
+        self.note_left(low, deleted)
         return Dirty(take_all(self.touched), self.take_new_folders())
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
@@ -421,7 +421,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._finished = []
         self._marked = checkpoint.last
         self.unsynced_bytes = 0
-        return self.begin_opening(checkpoint.low, checkpoint.gaps)
+        return self.begin_opening(checkpoint.low, checkpoint.deleted)
 
     def abort(self, dirty: Dirty) -> None:
         """Take back the segments that `begin` has finished: nothing was synced."""
@@ -451,7 +451,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
         No checkpoint may run meanwhile, which merges segments.
         """
-        self.note_left(deleted.low, deleted.gaps)
+        self.note_left(deleted.low, deleted.above)
         self.give_up()
         return set()
 
@@ -466,7 +466,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         for segment, live in zip(settled, self._live(settled), strict=True):
             rows = sum(header.rows for header in segment.headers)
             if 2 * live <= rows and self._is_whole(segment):
-                self._put_for([segment], thinned(self, segment, self._low, self._gaps))
+                self._put_for([segment], thinned(self, segment, self._low, self._deleted))
 
     def _settled(self) -> list[Segment]:
         """Return the segments that are sealed, and on the disk."""
@@ -477,7 +477,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         """Return how many rows of each segment have not left."""
         first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
         last = np.array([segment.last for segment in segments], np.int64)
-        left = self._gaps.counts(last) - self._gaps.counts(first - 1)
+        left = self._deleted.counts(last) - self._deleted.counts(first - 1)
         live: list[int] = np.where(first > last, 0, last + 1 - first - left).tolist()
         return live
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import key_name
 from expstore.disk.checkpointed import Checkpoint, Dirty, take_all
 from expstore.disk.files import File
@@ -139,7 +139,7 @@ class PackedAppender(Appender):
         """Return, once, the folders with new names in them."""
         return set[Path]().union(*(take_all(column.new_folders) for _, column in self._columns))
 
-    def begin_opening(self, low: int, gaps: Gaps) -> Dirty:
+    def begin_opening(self, low: int, deleted: IdSet) -> Dirty:
         """Return what was written; finished shards get their names once it is synced."""
         self._unnamed = [(column, column.note_mark()) for _, column in self._columns]
         files = set[File]().union(*(take_all(column.touched) for _, column in self._columns))
@@ -147,7 +147,7 @@ class PackedAppender(Appender):
 
     def begin(self, checkpoint: Checkpoint) -> Dirty:
         """Return what no checkpoint covers."""
-        return self.begin_opening(checkpoint.low, checkpoint.gaps)
+        return self.begin_opening(checkpoint.low, checkpoint.deleted)
 
     def synced(self) -> None:
         """Give finished shards their names, after the fsync of what `begin` returned."""

@@ -21,7 +21,7 @@ from expstore.storages.columns.capture import Capture, Target
 from expstore.storages.columns.packed.column import PackedRows
 from expstore.storages.columns.packed.pairs import PackedPair
 from expstore.storages.format.chunk_file import (
-    ANY_TURN,
+    ANY_LAP,
     HEADER_BYTES,
     no_chunks,
     pack_chunk,
@@ -55,17 +55,17 @@ class _ColumnSnapshot:
     ) -> None:
         self._disk, self._rows, self._folder, self._former = disk, rows, folder, former
         self._pieces = pieces
-        packing, shown = rows.packing, rows.shown
+        packing, locations = rows.packing, rows.locations
         each = packing.rows
         shards = -(-max((slot + n for slot, _, n in pieces), default=0) // packing.shard)
         wanted = np.zeros(shards * packing.chunks, bool)
         for slot, _, n in pieces:
             if n:
                 wanted[slot // each : (slot + n - 1) // each + 1] = True
-        self._rest = shown.base // each if shown.held else -1
-        known = min(wanted.size, shown.where.size)
+        self._rest = locations.base // each if locations.held else -1
+        known = min(wanted.size, locations.where.size)
         self._where, self._sizes = np.zeros(wanted.size, np.int64), np.zeros(wanted.size, np.int64)
-        self._where[:known], self._sizes[:known] = shown.where[:known], shown.sizes[:known]
+        self._where[:known], self._sizes[:known] = locations.where[:known], locations.sizes[:known]
         wanted &= self._where > 0
         if 0 <= self._rest < wanted.size:
             wanted[self._rest] = True
@@ -89,7 +89,7 @@ class _ColumnSnapshot:
         if self._rest in places:
             return False
         where = self._where[places]
-        for part in self._rows.shown.maps.get(shard, ()):
+        for part in self._rows.locations.maps.get(shard, ()):
             if not isinstance(part, AddressRange) or where.min() < part.address:
                 continue
             if where.max() < part.address + part.size:
@@ -153,7 +153,7 @@ class _ColumnSnapshot:
         chunks = no_chunks(self._rows.packing.chunks)
         marks, head, table = [], self._rows.head, self._rows.packing.table_bytes
         for number, place in zip(numbers.tolist(), places.tolist(), strict=True):
-            data = pack_chunk(number, ANY_TURN, self._chunk(place, rest))
+            data = pack_chunk(number, ANY_LAP, self._chunk(place, rest))
             marks.append(self._mark(data))
             chunks.offsets[number], chunks.sizes[number] = chunks.end + head, len(data) - head
             chunks = chunks._replace(end=chunks.end + len(data))
@@ -189,13 +189,13 @@ class _ColumnSnapshot:
 
     def _rest_chunk(self) -> bytes:
         """Pack the chunk that is not full, followed by rows of the previous lap that are still readable."""
-        shown = self._rows.shown
-        rows, first = np.zeros_like(shown.rows), shown.base + shown.held
-        rows[: shown.held] = shown.rows[: shown.held]
+        locations = self._rows.locations
+        rows, first = np.zeros_like(locations.rows), locations.base + locations.held
+        rows[: locations.held] = locations.rows[: locations.held]
         for slot, _, n in self._pieces:
-            low, high = max(slot, first), min(slot + n, shown.base + len(rows))
+            low, high = max(slot, first), min(slot + n, locations.base + len(rows))
             if low < high:
-                rows[low - shown.base : high - shown.base] = self._rows.part(low, high - low)
+                rows[low - locations.base : high - locations.base] = self._rows.part(low, high - low)
         return self._rows.packing.pack(rows)
 
 

@@ -28,16 +28,16 @@ from expstore.schema.schema import Field
 from expstore.storages.columns.column import AppendedPart, Column, FieldSize
 from expstore.storages.columns.flat import REWRITE_BYTES
 from expstore.storages.columns.packed.open_chunk import PartialFile
-from expstore.storages.columns.packed.parts import Frame, Shown
+from expstore.storages.columns.packed.parts import Frame, Locations
 from expstore.storages.format.chunk_encoding import Packing
 from expstore.storages.format.chunk_file import (
-    ANY_TURN,
+    ANY_LAP,
     HEADER_BYTES,
     Chunks,
+    find_lap,
     index_bytes,
     no_chunks,
     read_index,
-    turn_of,
 )
 from expstore.storages.format.zarr_metadata import shard_name
 
@@ -61,22 +61,22 @@ class Source:
 
     Args:
         shard: Its number.
-        turn: Its lap of the ring.
+        lap: Its lap of the ring.
         addresses: Its memory map.
         chunks: The chunks in it.
         named: Whether the file has its final name.
     """
 
     shard: int
-    turn: int
+    lap: int
     addresses: AddressRange | Frame
     chunks: Chunks
     named: bool = False
 
-    def cut(self, turn: int, chunk: int) -> bool:
+    def cut(self, lap: int, chunk: int) -> bool:
         """Forget chunks from this one on in this lap, and all of later laps; return whether any remain."""
-        if turn <= self.turn < ANY_TURN:
-            first = 0 if self.turn > turn else max(0, chunk - self.shard * self.chunks.offsets.size)
+        if lap <= self.lap < ANY_LAP:
+            first = 0 if self.lap > lap else max(0, chunk - self.shard * self.chunks.offsets.size)
             self.chunks = self.chunks._replace(offsets=self.chunks.offsets.copy())
             self.chunks.offsets[first:] = -1
         return bool((self.chunks.offsets >= 0).any())
@@ -88,14 +88,14 @@ class Filling:
 
     Args:
         shard: Its number.
-        turn: Its lap of the ring.
+        lap: Its lap of the ring.
         file: Its file.
         addresses: Its memory map.
         chunks: The chunks in it.
     """
 
     shard: int
-    turn: int
+    lap: int
     file: File
     addresses: AddressRange
     chunks: Chunks
@@ -162,16 +162,18 @@ class PackedRows(Column, AppendedPart):
         self._disk = disk
         shards = 16 if slots is None else -(-slots // packing.shard)
         where = np.zeros(shards * packing.chunks, np.int64)
-        self._shown = Shown(where, np.zeros_like(where), np.zeros_like(where), {}, 0, 0, self._new_rows())
+        self._locations = Locations(
+            where, np.zeros_like(where), np.zeros_like(where), {}, 0, 0, self._new_rows()
+        )
         self._partial = PartialFile(disk, folder / PARTIAL, packing.rows, entry.row_bytes, write=write)
         self._take_rows: Any = None
         self._take_distances: Any = None
         self._loader: Thread | None = None
         self._unpacked_slowly = 0
 
-    def _set_shown(self, shown: Shown) -> None:
+    def _set_locations(self, locations: Locations) -> None:
         """Publish a new state of chunks and rows to readers, by one assignment."""
-        self._shown = shown
+        self._locations = locations
 
     def _note_lost(self, slots: IntArray) -> None:
         """Make reads of these slots fail: their rows are damaged. Shape `(n,)`."""
@@ -203,9 +205,9 @@ class PackedRows(Column, AppendedPart):
         """Return the path of a finished shard."""
         return self.folder / shard_name(number, len(self.entry.shape), ".")
 
-    def open_path(self, number: int, turn: int) -> Path:
+    def open_path(self, number: int, lap: int) -> Path:
         """Return the path of a shard while it is filled, in its lap of the ring."""
-        return self.folder / f"open.{number}.{turn}"
+        return self.folder / f"open.{number}.{lap}"
 
     @property
     def _bound(self) -> int:
@@ -220,49 +222,49 @@ class PackedRows(Column, AppendedPart):
 
     def _grow(self, shard: int) -> None:
         """Make room for the chunk addresses of a shard."""
-        shown, needed = self._shown, (shard + 1) * self.packing.chunks
-        if shown.where.size < needed:
-            where = np.zeros(max(needed, 2 * shown.where.size), np.int64)
-            sizes, turns, known = np.zeros_like(where), np.zeros_like(where), shown.where.size
-            where[:known], sizes[:known], turns[:known] = shown.where, shown.sizes, shown.turns
-            self._shown = shown._replace(where=where, sizes=sizes, turns=turns)
+        locations, needed = self._locations, (shard + 1) * self.packing.chunks
+        if locations.where.size < needed:
+            where = np.zeros(max(needed, 2 * locations.where.size), np.int64)
+            sizes, laps, known = np.zeros_like(where), np.zeros_like(where), locations.where.size
+            where[:known], sizes[:known], laps[:known] = locations.where, locations.sizes, locations.laps
+            self._locations = locations._replace(where=where, sizes=sizes, laps=laps)
 
-    def _show(self, shard: int, turn: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
+    def _show(self, shard: int, lap: int, addresses: AddressRange | Frame, chunks: Chunks) -> None:
         """Make the chunks of a file readable, in the place of older ones."""
         self._grow(shard)
-        shown = self._shown
-        held = shown.maps.get(shard, ())
-        self._shown = shown = shown._replace(maps=shown.maps | {shard: (*held, addresses)})
+        locations = self._locations
+        held = locations.maps.get(shard, ())
+        self._locations = locations = locations._replace(maps=locations.maps | {shard: (*held, addresses)})
         there = np.flatnonzero(chunks.offsets >= 0)
         places = shard * self.packing.chunks + there
-        shown.sizes[places] = chunks.sizes[there] - 4
-        shown.turns[places] = turn
-        shown.where[places] = addresses.address + chunks.offsets[there]
+        locations.sizes[places] = chunks.sizes[there] - 4
+        locations.laps[places] = lap
+        locations.where[places] = addresses.address + chunks.offsets[there]
 
     def _leave_former(self, source: Source | Filling) -> None:
         """Forget the addresses of the previous lap's rows, which a complete shard has replaced."""
-        shown, first = self._shown, source.shard * self.packing.chunks
+        locations, first = self._locations, source.shard * self.packing.chunks
         missing = first + np.flatnonzero(source.chunks.offsets < 0)
-        shown.where[missing[missing < shown.where.size]] = 0
-        self._shown = shown._replace(maps=shown.maps | {source.shard: (source.addresses,)})
+        locations.where[missing[missing < locations.where.size]] = 0
+        self._locations = locations._replace(maps=locations.maps | {source.shard: (source.addresses,)})
 
     def _show_all(self, sources: Iterable[Source | Filling]) -> None:
         """Make only these chunks readable; of two in the same place, the one of the later lap."""
-        size = self._shown.where.size
-        self._shown = self._shown._replace(
+        size = self._locations.where.size
+        self._locations = self._locations._replace(
             where=np.zeros(size, np.int64), sizes=np.zeros(size, np.int64), maps={}, held=0
         )
         # Raw rows come first: packed rows of the same lap replace them.
-        for source in sorted(sources, key=lambda source: source.turn):
-            self._show(source.shard, source.turn, source.addresses, source.chunks)
+        for source in sorted(sources, key=lambda source: source.lap):
+            self._show(source.shard, source.lap, source.addresses, source.chunks)
 
-    def _show_up_to(self, turn: int, shard: int) -> None:
+    def _show_up_to(self, lap: int, shard: int) -> None:
         """Make only chunks up to this shard readable. Called when a column is opened.
 
         Chunks of later laps were never committed, and would hide older rows in the same slots.
         """
         self._show_all(
-            one for one in self._found() if one.turn == ANY_TURN or (one.turn, one.shard) <= (turn, shard)
+            one for one in self._found() if one.lap == ANY_LAP or (one.lap, one.shard) <= (lap, shard)
         )
 
     def paths(self) -> list[Path]:
@@ -285,8 +287,8 @@ class PackedRows(Column, AppendedPart):
         try:
             table = self.packing.table_bytes
             chunks = read_index(file, self.packing.chunks, table=table)
-            turn = turn_of(file, chunks, table=table)
-            return Source(shard, turn, self._map(file, file.size()), chunks, named=True)
+            lap = find_lap(file, chunks, table=table)
+            return Source(shard, lap, self._map(file, file.size()), chunks, named=True)
         except CorruptionError as exc:
             self.damaged[shard] = exc.message
             return None
@@ -302,12 +304,12 @@ class PackedRows(Column, AppendedPart):
         rows: dict[tuple[int, int], tuple[Array, Array]] = {}
         for area in self._partial.areas():
             fresh = np.zeros_like(area.rows), np.ones_like(area.whole)
-            held, lost = rows.setdefault((area.turn, area.chunk), fresh)
+            held, lost = rows.setdefault((area.lap, area.chunk), fresh)
             held[area.whole] = area.rows[area.whole]
             lost &= ~area.whole
         found = []
         self._torn = []
-        for (turn, chunk), (data, lost) in rows.items():
+        for (lap, chunk), (data, lost) in rows.items():
             shard, number = divmod(chunk, self.packing.chunks)
             frame = Frame(self.packing.pack(data))
             if lost.any():
@@ -315,7 +317,7 @@ class PackedRows(Column, AppendedPart):
             chunks = no_chunks(self.packing.chunks)
             table = self.packing.table_bytes
             chunks.offsets[number], chunks.sizes[number] = table, frame.data.size - table
-            found.append(Source(shard, turn, frame, chunks))
+            found.append(Source(shard, lap, frame, chunks))
         return found
 
     def as_now(self) -> PackedRows:
@@ -325,26 +327,26 @@ class PackedRows(Column, AppendedPart):
         """
         now = PackedRows.__new__(PackedRows)
         vars(now).update(vars(self))
-        shown = self._shown
+        locations = self._locations
         now.damaged = dict(self.damaged)
-        now._shown = shown._replace(
-            where=shown.where.copy(), sizes=shown.sizes.copy(), rows=shown.rows.copy()
+        now._locations = locations._replace(
+            where=locations.where.copy(), sizes=locations.sizes.copy(), rows=locations.rows.copy()
         )
         return now
 
     def packed_chunks(self) -> tuple[IntArray, IntArray, int]:
         """Return the packed chunks in the files, their laps of the ring, and the bytes that they take."""
-        shown, table = self._shown, self.packing.table_bytes
-        maps = [held for several in shown.maps.values() for held in several]
+        locations, table = self._locations, self.packing.table_bytes
+        maps = [held for several in locations.maps.values() for held in several]
         raw = [frame.address + table for frame in maps if isinstance(frame, Frame)]
-        names = np.flatnonzero((shown.where > 0) & ~np.isin(shown.where, raw))
+        names = np.flatnonzero((locations.where > 0) & ~np.isin(locations.where, raw))
         # A chunk's checksum is not part of its frame; the size -4 stands for a chunk that does not exist.
         used = (
-            int((shown.sizes[names] + 4).sum())
+            int((locations.sizes[names] + 4).sum())
             + names.size * self.head
             + index_bytes(names.size, table=table)
         )
-        return names, shown.turns[names], used
+        return names, locations.laps[names], used
 
     def measure_compression(self, ids: Callable[[IntArray], IntArray]) -> tuple[float | None, IntArray]:
         """Measure how rows are compressed, over the chunks in the files, whatever their lap.
@@ -357,7 +359,7 @@ class PackedRows(Column, AppendedPart):
             the rows in the chunks, or of a sample of them. A chunk can have gaps, where rows were skipped
             because they would never have been readable.
         """
-        chunks, turns, used = self.packed_chunks()
+        chunks, laps, used = self.packed_chunks()
         if not chunks.size:
             return None, np.empty(0, np.int64)
         each = self.packing.rows
@@ -368,16 +370,16 @@ class PackedRows(Column, AppendedPart):
         held = slots
         if self.slots is not None:
             known = ids(slots) - 1
-            turn = turns[picked // each]
+            lap = laps[picked // each]
             there = (known >= 0) & (known % self.slots == slots)
-            held = slots[there & ((known // self.slots == turn) | (turn == ANY_TURN))]
+            held = slots[there & ((known // self.slots == lap) | (lap == ANY_LAP))]
         raw = chunks.size * self.chunk_bytes * held.size / picked.size
         return (round(raw / used, 2) or None), held
 
     @property
-    def shown(self) -> Shown:
+    def locations(self) -> Locations:
         """Where rows can be found now."""
-        return self._shown
+        return self._locations
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -433,13 +435,13 @@ class PackedRows(Column, AppendedPart):
         """
         if self._lost.size and np.isin(slots, self._lost).any():
             raise CorruptionError(f"rows of {self._partial.path} are damaged")
-        shown = self._shown  # read before the chunks: a chunk that becomes full appears there first
+        locations = self._locations  # read before the chunks: a chunk that becomes full appears there first
         chunks, inside = np.divmod(slots, self.packing.rows)
         wanted = np.arange(slots.size)
-        if shown.held:
-            here = (chunks == shown.base // self.packing.rows) & (inside < shown.held)
+        if locations.held:
+            here = (chunks == locations.base // self.packing.rows) & (inside < locations.held)
             if here.any():
-                out[goals[here]] = shown.rows[inside[here]]
+                out[goals[here]] = locations.rows[inside[here]]
                 wanted = np.flatnonzero(~here)
         if not wanted.size:
             return _NONE, _NONE
@@ -465,7 +467,7 @@ class PackedRows(Column, AppendedPart):
         names, which = chunks[new], np.cumsum(new) - 1
         former: Any = None
         while True:
-            shown, where, sizes = self._find(names)
+            locations, where, sizes = self._find(names)
             there = where > 0
             rows = there[which]
             if not there.all():
@@ -486,17 +488,17 @@ class PackedRows(Column, AppendedPart):
             if former is not None and (former == where).all():
                 raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
             former = where  # a new chunk may have replaced the bad one meanwhile: read that one
-            del shown
+            del locations
 
-    def _find(self, names: IntArray) -> tuple[Shown, IntArray, IntArray]:
+    def _find(self, names: IntArray) -> tuple[Locations, IntArray, IntArray]:
         """Return the addresses of chunks, and an object that keeps them valid."""
         while True:
-            shown = self._shown
-            known = np.minimum(names, shown.where.size - 1)
-            where, sizes = shown.where[known], shown.sizes[known]
+            locations = self._locations
+            known = np.minimum(names, locations.where.size - 1)
+            where, sizes = locations.where[known], locations.sizes[known]
             where[known != names] = 0
-            if shown.maps is self._shown.maps and shown.where is self._shown.where:
-                return shown, where, sizes
+            if locations.maps is self._locations.maps and locations.where is self._locations.where:
+                return locations, where, sizes
 
     def _explain(self, names: IntArray, where: IntArray) -> None:
         """Raise CorruptionError if chunks are missing or damaged; ignore chunks that were never written."""
@@ -511,17 +513,17 @@ class PackedRows(Column, AppendedPart):
         """Return all files and raw chunks that were found when the column was opened."""
         raise NotImplementedError
 
-    def _lost_slots(self, first: int, stop: int, turn: int) -> IntArray:
+    def _lost_slots(self, first: int, stop: int, lap: int) -> IntArray:
         """Return the slots of a run that hold no whole row of this lap, in ascending order.
 
         Only correct while a store is opened, before rows are added.
         """
-        each, shown, chunks = self.packing.rows, self._shown, self.packing.chunks
+        each, locations, chunks = self.packing.rows, self._locations, self.packing.chunks
         low, high = first // each, -(-stop // each)
-        there = np.zeros(max(high, shown.where.size), bool)
+        there = np.zeros(max(high, locations.where.size), bool)
         raw: dict[int, Array] = {}
         for source in self._found():
-            if source.turn not in (turn, ANY_TURN):
+            if source.lap not in (lap, ANY_LAP):
                 continue
             places = source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)
             if isinstance(source.addresses, Frame):
@@ -534,14 +536,14 @@ class PackedRows(Column, AppendedPart):
             name * each + np.flatnonzero(raw.get(name, np.ones(each, bool))) for name in missing.tolist()
         ]
         slots = np.concatenate([np.zeros(0, np.int64), *parts])
-        held = (slots >= shown.base) & (slots < shown.base + shown.held)
+        held = (slots >= locations.base) & (slots < locations.base + locations.held)
         lost: IntArray = slots[(slots >= first) & (slots < stop) & ~held]
         return lost
 
     def require_rows(self, first_id: int, count: int) -> None:
         """Raise CorruptionError if rows of a readable run are missing, here or in the partner."""
-        for slot, turn, n in self._pieces(first_id, count):
-            lost = self._lost_slots(slot, slot + n, turn)
+        for slot, lap, n in self._pieces(first_id, count):
+            lost = self._lost_slots(slot, slot + n, lap)
             if lost.size:
                 self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
         if self.partner is not None and count:
@@ -573,12 +575,12 @@ class PackedRows(Column, AppendedPart):
         if not self.packing.shares:
             return np.zeros(slots.size, np.int64)
         names, which = np.unique(slots // each, return_inverse=True)
-        shown, where, _ = self._find(names)
+        locations, where, _ = self._find(names)
         where = np.maximum(where, 0)
         bad, found = self._read_tables(where, which, slots % each)
         if bad >= 0:
             raise CorruptionError(f"chunk {names[bad]} of {self.folder} is damaged")
-        del shown
+        del locations
         return found
 
     def lacks(self, first_id: int, count: int) -> bool:
@@ -586,17 +588,17 @@ class PackedRows(Column, AppendedPart):
 
         A matching checksum alone is not enough: an older row in the same slots may be byte-identical.
         """
-        return any(self._lacks(slot, n, turn) for slot, turn, n in self._pieces(first_id, count))
+        return any(self._lacks(slot, n, lap) for slot, lap, n in self._pieces(first_id, count))
 
-    def _lacks(self, slot: int, count: int, turn: int) -> bool:
-        each, shown = self.packing.rows, self._shown
+    def _lacks(self, slot: int, count: int, lap: int) -> bool:
+        each, locations = self.packing.rows, self._locations
         low, high = slot // each, -(-(slot + count) // each)
-        if high <= shown.where.size:
-            turns, where = shown.turns[low:high], shown.where[low:high]
+        if high <= locations.where.size:
+            laps, where = locations.laps[low:high], locations.where[low:high]
             torn = [frame.address + self.packing.table_bytes for frame, _ in self._torn]
-            if (((turns == turn) | (turns == ANY_TURN)) & (where > 0) & ~np.isin(where, torn)).all():
+            if (((laps == lap) | (laps == ANY_LAP)) & (where > 0) & ~np.isin(where, torn)).all():
                 return False
-        return bool(self._lost_slots(slot, slot + count, turn).size)
+        return bool(self._lost_slots(slot, slot + count, lap).size)
 
     def _read_tables(self, where: IntArray, which: IntArray, inside: IntArray) -> tuple[int, IntArray]:
         """Return the number of the first damaged table, -1 for none, and the distances in the tables."""

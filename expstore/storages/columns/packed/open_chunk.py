@@ -20,7 +20,7 @@ from expstore.errors import StateError
 
 __all__ = ["Area", "PartialFile"]
 
-#: u64 stamp, u64 turn of the ring, u64 chunk, u32 crc32c of these, u32 zero; then a u32 per row: the crc32c
+#: u64 stamp, u64 lap of the ring, u64 chunk, u32 crc32c of these, u32 zero; then a u32 per row: the crc32c
 #: of stamp and row.
 _HEADER = struct.Struct("<QQQII")
 _AREAS = 4
@@ -32,7 +32,7 @@ class Area(NamedTuple):
 
     Args:
         stamp: The larger, the newer.
-        turn: Of the ring.
+        lap: Of the ring.
         chunk: Which one.
         number: Of the area.
         rows: As bytes. Shape `(chunk rows, row bytes)`.
@@ -40,7 +40,7 @@ class Area(NamedTuple):
     """
 
     stamp: int
-    turn: int
+    lap: int
     chunk: int
     number: int
     rows: NDArray[np.uint8]
@@ -83,22 +83,22 @@ class PartialFile:
             data = b"" if self.file is None else self.file.read(number * self._stride, self._stride)
             if len(data) < _HEADER.size:
                 continue
-            stamp, turn, chunk, crc, _ = _HEADER.unpack_from(data)
+            stamp, lap, chunk, crc, _ = _HEADER.unpack_from(data)
             if google_crc32c.value(data[: _HEADER.size - 8]) == crc:
-                found.append(self._area_of(stamp, turn, chunk, number, data.ljust(self._stride, b"\0")))
+                found.append(self._area_of(stamp, lap, chunk, number, data.ljust(self._stride, b"\0")))
         return sorted(found, key=lambda area: area.stamp)
 
-    def _area_of(self, stamp: int, turn: int, chunk: int, number: int, data: bytes) -> Area:
+    def _area_of(self, stamp: int, lap: int, chunk: int, number: int, data: bytes) -> Area:
         table = np.frombuffer(data, "<u4", self._rows, _HEADER.size)
         rows = np.frombuffer(data, np.uint8, self._rows * self._row_bytes, _PAGE)
         rows = rows.reshape(self._rows, self._row_bytes)
-        return Area(stamp, turn, chunk, number, rows, self._sums(stamp, rows) == table)
+        return Area(stamp, lap, chunk, number, rows, self._sums(stamp, rows) == table)
 
-    def find(self, turn: int, chunk: int, rows: int) -> NDArray[np.uint8] | None:
+    def find(self, lap: int, chunk: int, rows: int) -> NDArray[np.uint8] | None:
         """Return the first rows of a chunk; None: they are not in any area, or not any more.
 
         Args:
-            turn: Of the ring.
+            lap: Of the ring.
             chunk: Which one.
             rows: How many.
         """
@@ -108,10 +108,10 @@ class PartialFile:
             return None
         heads = [self.file.read(number * self._stride, _HEADER.size) for number in range(_AREAS)]
         for number, head in enumerate(heads):
-            if head[8:24] == struct.pack("<QQ", turn, chunk):
+            if head[8:24] == struct.pack("<QQ", lap, chunk):
                 data = self.file.read(number * self._stride, _PAGE + rows * self._row_bytes)
                 area = self._area_of(
-                    _HEADER.unpack(head)[0], turn, chunk, number, data.ljust(self._stride, b"\0")
+                    _HEADER.unpack(head)[0], lap, chunk, number, data.ljust(self._stride, b"\0")
                 )
                 if area.whole[:rows].all():
                     return area.rows[:rows]
@@ -122,19 +122,19 @@ class PartialFile:
         seed = google_crc32c.value(struct.pack("<Q", stamp))
         return np.array([google_crc32c.extend(seed, row.reshape(-1).view(np.uint8)) for row in rows], "<u4")
 
-    def adopt(self, turn: int, chunk: int, rows: int) -> None:
+    def adopt(self, lap: int, chunk: int, rows: int) -> None:
         """Keep until the next mark the areas on which the last one may depend.
 
         Args:
-            turn: Of the chunk that was not full then.
+            lap: Of the chunk that was not full then.
             chunk: Which one.
             rows: How many of its rows it covers.
         """
-        same = [area for area in self.areas() if (area.turn, area.chunk) == (turn, chunk)]
+        same = [area for area in self.areas() if (area.lap, area.chunk) == (lap, chunk)]
         # A recovery that was killed may have left a second copy; of one that is torn nothing depends.
         self._kept = [area.number for area in same if area.whole[:rows].all()][-2:]
 
-    def begin(self, turn: int, chunk: int) -> bool:
+    def begin(self, lap: int, chunk: int) -> bool:
         """Take an area for a chunk; say whether the file was made for it."""
         made = self.file is None
         if self.file is None:
@@ -143,13 +143,13 @@ class PartialFile:
         self._area = next(number for number in range(_AREAS) if number not in held)
         self._stamp += 1
         self._written = self._stamp
-        head = _HEADER.pack(self._stamp, turn, chunk, 0, 0)[:-8]
+        head = _HEADER.pack(self._stamp, lap, chunk, 0, 0)[:-8]
         self.file.write(head + google_crc32c.value(head).to_bytes(8, "little"), self._area * self._stride)
         return made
 
-    def go_on(self, turn: int, chunk: int, rows: Array) -> bool:
+    def go_on(self, lap: int, chunk: int, rows: Array) -> bool:
         """Go on in the newest area of a chunk if it holds these rows, its first ones; say whether it does."""
-        areas = [area for area in self.areas() if (area.turn, area.chunk) == (turn, chunk)]
+        areas = [area for area in self.areas() if (area.lap, area.chunk) == (lap, chunk)]
         own = rows.reshape(len(rows), -1).view(np.uint8)
         if not areas or not (areas[-1].whole[: len(own)].all() and (areas[-1].rows[: len(own)] == own).all()):
             return False

@@ -12,7 +12,7 @@ import numpy as np
 from expstore.core.values import Array, IntArray
 from expstore.disk.mapped_files import AddressRange
 
-__all__ = ["Frame", "Shown"]
+__all__ = ["Frame", "Locations"]
 
 
 class Frame:
@@ -27,13 +27,13 @@ class Frame:
         self.address = int(self.data.ctypes.data)
 
 
-class Shown(NamedTuple):
+class Locations(NamedTuple):
     """Say where rows are to be found; replaced as a whole, but for chunks that take the places of others.
 
     Args:
         where: Address of each chunk's frame; 0: there is no such chunk. Shape `(chunks,)`, int64.
         sizes: Length of its frame; below 0: it has none. Shape `(chunks,)`, int64.
-        turns: In which turn of the ring it was written. Shape `(chunks,)`, int64.
+        laps: In which lap of the ring it was written. Shape `(chunks,)`, int64.
         maps: What keeps those addresses valid, by shard: the newest last.
         base: First slot of the chunk that is not full.
         held: How many of its rows are there.
@@ -42,7 +42,7 @@ class Shown(NamedTuple):
 
     where: IntArray
     sizes: IntArray
-    turns: IntArray
+    laps: IntArray
     maps: dict[int, tuple[AddressRange | Frame, ...]]
     base: int
     held: int

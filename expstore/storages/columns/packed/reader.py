@@ -56,21 +56,21 @@ class PackedReader(PackedRows, FollowedPart):
     def _find_all(self) -> None:
         self._let_go((_NEVER, 0))
         found: dict[str, list[Source]] = {"c": [], "open": []}
-        for kind, shard, turn in self.shards():
-            looked = self._read_open(shard, turn) if kind == "open" else None
+        for kind, shard, lap in self.shards():
+            looked = self._read_open(shard, lap) if kind == "open" else None
             looked = looked or self._read_shard(shard)  # it may have been renamed in between
             if looked is not None:
                 found[kind].append(looked)
         named, unnamed = found["c"], found["open"]
-        again = {(source.shard, source.turn) for source in unnamed}
-        named = [source for source in named if (source.shard, source.turn) not in again]
+        again = {(source.shard, source.lap) for source in unnamed}
+        named = [source for source in named if (source.shard, source.lap) not in again]
         self._sources = [*self._areas(), *named, *unnamed]
-        self._at = max(((source.turn, source.shard) for source in self._sources), default=(0, 0))
+        self._at = max(((source.lap, source.shard) for source in self._sources), default=(0, 0))
         self._show_all(self._sources)
 
-    def _read_open(self, shard: int, turn: int) -> Source | None:
+    def _read_open(self, shard: int, lap: int) -> Source | None:
         """Read a shard without its final name; return None if it was renamed meanwhile or does not exist."""
-        path = self.open_path(shard, turn)
+        path = self.open_path(shard, lap)
         try:
             file = self._disk.open(path, write=False)
         except StorageError as exc:
@@ -81,10 +81,10 @@ class PackedReader(PackedRows, FollowedPart):
         if not size:  # a power failure can leave an empty file
             file.close()
             return None
-        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
+        chunks = scan_chunks(file, self.packing.chunks, lap, table=self.packing.table_bytes)
         # The writer may have filled the shard since, and cut off the unused space behind the chunks.
-        found = Source(shard, turn, self._map(file, size, may_shrink=True), chunks)
-        self._open[turn, shard] = file, found
+        found = Source(shard, lap, self._map(file, size, may_shrink=True), chunks)
+        self._open[lap, shard] = file, found
         return found
 
     def _let_go(self, before: tuple[int, int]) -> None:
@@ -94,20 +94,20 @@ class PackedReader(PackedRows, FollowedPart):
 
     def end_at(self, last: int) -> None:
         """Make only rows up to this id readable. Called when there is no writer any more."""
-        (turn, slot), each = self.place_behind(last), self.packing.rows
+        (lap, slot), each = self.place_behind(last), self.packing.rows
         inside = slot % each
-        lost = self._lost_slots(slot - inside, slot, turn)
-        self._show_up_to(turn, slot // self.packing.shard)
+        lost = self._lost_slots(slot - inside, slot, lap)
+        self._show_up_to(lap, slot // self.packing.shard)
         try:
             rows = self.part(slot - inside, inside)
         except CorruptionError:
             rows, lost = self._new_rows()[:inside], np.arange(slot - inside, slot)
-        self._sources = [source for source in self._sources or () if source.cut(turn, slot // each)]
+        self._sources = [source for source in self._sources or () if source.cut(lap, slot // each)]
         self._show_all(self._sources)
         self._show_rest(slot - inside, rows)
-        parts = [lost, self._lost_slots(0, slot - inside, turn)]
-        if turn and self.slots is not None:
-            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, turn - 1))
+        parts = [lost, self._lost_slots(0, slot - inside, lap)]
+        if lap and self.slots is not None:
+            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, lap - 1))
         self._note_lost(np.concatenate(parts))
 
     def _found(self) -> list[Source | Filling]:
@@ -116,14 +116,14 @@ class PackedReader(PackedRows, FollowedPart):
     def _miss(self, shard: int, chunks: IntArray) -> None:
         """Mark missing chunks of a shard as damaged."""
         self._grow(shard)
-        self._shown.where[shard * self.packing.chunks + chunks] = -1
+        self._locations.where[shard * self.packing.chunks + chunks] = -1
 
     def _note_missing(self) -> None:
         """Mark all missing chunks as damaged, except in the shard that is being filled."""
-        (turn, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
-        lost = self._lost_slots(0, shard * self.packing.shard, turn)
-        if turn and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
-            later = self._lost_slots((shard + 1) * self.packing.shard, self.slots, turn - 1)
+        (lap, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
+        lost = self._lost_slots(0, shard * self.packing.shard, lap)
+        if lap and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
+            later = self._lost_slots((shard + 1) * self.packing.shard, self.slots, lap - 1)
             lost = np.concatenate([lost, later])
         for name in np.unique(lost // each).tolist():
             self._miss(name // chunks, np.array([name % chunks]))
@@ -131,7 +131,7 @@ class PackedReader(PackedRows, FollowedPart):
     def _show_rest(self, base: int, rows: Array) -> None:
         held = self._new_rows()
         held[: len(rows)] = rows
-        self._set_shown(self._shown._replace(base=base, held=len(rows), rows=held))
+        self._set_locations(self._locations._replace(base=base, held=len(rows), rows=held))
 
     def look_to(self, last: int) -> None:
         """Find the rows up to this id, which the writer has written.
@@ -147,8 +147,8 @@ class PackedReader(PackedRows, FollowedPart):
                 return
         raise StorageError(f"rows of {self.folder} were not found where they should be", hint="try again")
 
-    def _reach(self, turn: int, slot: int) -> bool:
-        each, goal = self.packing.rows, (turn, slot // self.packing.shard)
+    def _reach(self, lap: int, slot: int) -> bool:
+        each, goal = self.packing.rows, (lap, slot // self.packing.shard)
         shards = _NEVER if self.slots is None else -(-self.slots // self.packing.shard)
         at = self._at
         while at <= goal:
@@ -168,35 +168,35 @@ class PackedReader(PackedRows, FollowedPart):
         if not inside or there:
             self._show_rest(0, self._new_rows()[:0])
             return True
-        rows = self._partial.find(turn, chunk, inside)
+        rows = self._partial.find(lap, chunk, inside)
         if rows is None:
             return False
         values = rows.reshape(-1).view(self.entry.numpy_dtype).reshape(inside, *self.entry.shape)
         self._show_rest(slot - inside, values)
         return True
 
-    def _look_at_shard(self, turn: int, shard: int) -> Source | None:
+    def _look_at_shard(self, lap: int, shard: int) -> Source | None:
         """Make the chunks of this lap in a shard readable; return None if the shard has no such chunks."""
-        if (turn, shard) in self._open:
-            file, source = self._open[turn, shard]
+        if (lap, shard) in self._open:
+            file, source = self._open[lap, shard]
             table = self.packing.table_bytes
-            self._show_more(source, scan_chunks(file, self.packing.chunks, turn, source.chunks, table=table))
+            self._show_more(source, scan_chunks(file, self.packing.chunks, lap, source.chunks, table=table))
             return source
         # In this order: the file may be renamed in between.
-        found = self._read_open(shard, turn) or self._read_shard(shard)
-        if found is None or found.turn != turn:
+        found = self._read_open(shard, lap) or self._read_shard(shard)
+        if found is None or found.lap != lap:
             return None
-        self._show(found.shard, found.turn, found.addresses, found.chunks)
+        self._show(found.shard, found.lap, found.addresses, found.chunks)
         return found
 
     def _show_more(self, source: Source, chunks: Chunks) -> None:
         """Make the new chunks of a known file readable."""
-        shown = self._shown
+        locations = self._locations
         first = source.shard * self.packing.chunks
         there = np.flatnonzero(chunks.offsets >= 0)
-        shown.sizes[first + there] = chunks.sizes[there] - 4
-        shown.turns[first + there] = source.turn
-        shown.where[first + there] = source.addresses.address + chunks.offsets[there]
+        locations.sizes[first + there] = chunks.sizes[there] - 4
+        locations.laps[first + there] = source.lap
+        locations.where[first + there] = source.addresses.address + chunks.offsets[there]
         source.chunks = chunks
 
     def close(self) -> None:

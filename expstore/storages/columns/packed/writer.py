@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core import tuning
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Array, IntArray
 from expstore.disk.files import Disk, File
 from expstore.errors import StateError
@@ -61,7 +61,7 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def __init__(self, disk: Disk, folder: Path, entry: Field, slots: int | None, packing: Packing) -> None:
         super().__init__(disk, folder, entry, slots, packing)
-        self._turn = self._next = 0  # lap and slot of the next row
+        self._lap = self._next = 0  # lap and slot of the next row
         self._filling: Filling | None = None
         self._finished: list[Filling] = []
         self._sources: list[Source] = []
@@ -95,10 +95,10 @@ class PackedColumn(PackedRows, WrittenPart):
         """
         if distances is None:
             distances = np.zeros(len(rows), np.int64)
-        turn, slot = self.place_behind(first_id - 1)
-        done = self._written_before(turn, slot, rows)
-        if not done and (turn, slot) != (self._turn, self._next):
-            self._move_to(turn, slot)
+        lap, slot = self.place_behind(first_id - 1)
+        done = self._written_before(lap, slot, rows)
+        if not done and (lap, slot) != (self._lap, self._next):
+            self._move_to(lap, slot)
         each = self.packing.rows
         packed: list[bytes] = []  # chunks that come next
         while done < len(rows):
@@ -114,34 +114,34 @@ class PackedColumn(PackedRows, WrittenPart):
             done += some
             self._next += some
             if self._next == self.slots:
-                self._turn, self._next = self._turn + 1, 0
+                self._lap, self._next = self._lap + 1, 0
 
-    def _written_before(self, turn: int, slot: int, rows: Array) -> int:
+    def _written_before(self, lap: int, slot: int, rows: Array) -> int:
         """Return how many of these rows are already written: after a failed write, rows are written again.
 
         Raises:
             StateError: Other rows were written there.
         """
-        behind = self._next - slot + (0 if self.slots is None else (self._turn - turn) * self.slots)
+        behind = self._next - slot + (0 if self.slots is None else (self._lap - lap) * self.slots)
         count = min(behind, len(rows))
         if count > 0 and self.part(slot, count).tobytes() != rows[:count].tobytes():
             raise StateError(f"rows of {self.folder} are there already, and are others")
         return max(count, 0)
 
-    def _move_to(self, turn: int, slot: int) -> None:
+    def _move_to(self, lap: int, slot: int) -> None:
         """Seek to (lap, slot). Skipped slots hold no readable rows."""
         each = self.packing.rows
-        if self._shown.held and (turn, slot // each) != (self._turn, self._next // each):
+        if self._locations.held and (lap, slot // each) != (self._lap, self._next // each):
             self._away[self._next % each :] = 0
             self._next -= self._next % each
-            self._add_chunk(self._shown.rows)
+            self._add_chunk(self._locations.rows)
             self._end_partial()
         filling = self._filling
-        if filling is not None and (filling.shard, filling.turn) != (slot // self.packing.shard, turn):
+        if filling is not None and (filling.shard, filling.lap) != (slot // self.packing.shard, lap):
             self._end_shard(filling)
         inside = slot % each
-        held = min(self._shown.held, inside)
-        self._turn, self._next = turn, slot - inside + held
+        held = min(self._locations.held, inside)
+        self._lap, self._next = lap, slot - inside + held
         if held < inside:  # a follower reads a chunk's raw rows only if all of them are there
             self._away[held:inside] = 0
             self._add_rows(held, self._new_rows()[held:inside])
@@ -149,23 +149,23 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def _add_rows(self, inside: int, rows: Array) -> None:
         """Add rows to the chunk that is not full."""
-        shown, each = self._shown, self.packing.rows
+        locations, each = self._locations, self.packing.rows
         base, count = self._next - inside, inside + len(rows)
-        if not shown.held:
+        if not locations.held:
             if self._partial.file is None:
                 self.new_folders.add(self.folder)
-            self._partial.begin(self._turn, base // each)
-            shown = shown._replace(rows=self._new_rows())
-        shown.rows[inside:count] = rows
+            self._partial.begin(self._lap, base // each)
+            locations = locations._replace(rows=self._new_rows())
+        locations.rows[inside:count] = rows
         self._partial.write(inside, rows)
         self._touch_partial()
         if count == each:
             self._next = base  # `_add_chunk` expects the chunk's first slot
-            self._add_chunk(shown.rows)
+            self._add_chunk(locations.rows)
             self._next = base + inside
             self._end_partial()
         else:
-            self._set_shown(shown._replace(base=base, held=count))
+            self._set_locations(locations._replace(base=base, held=count))
 
     def _touch_partial(self) -> None:
         if self._partial.file is not None:
@@ -174,7 +174,7 @@ class PackedColumn(PackedRows, WrittenPart):
     def _end_partial(self) -> None:
         self._partial.end()
         # A new state is set; readers that hold the former one keep reading it.
-        self._set_shown(self._shown._replace(base=0, held=0))
+        self._set_locations(self._locations._replace(base=0, held=0))
 
     def _pack_some(self, rows: Array) -> list[bytes]:
         """Pack the first chunks of some rows on all cores; return [] if that is not possible."""
@@ -189,21 +189,21 @@ class PackedColumn(PackedRows, WrittenPart):
     def _add_chunk(self, rows: Array, chunk: bytes = b"") -> None:
         """Write a full chunk, which begins at the next slot; pack it unless its bytes are given."""
         shard, number = divmod(self._next // self.packing.rows, self.packing.chunks)
-        filling = self._filling = self._filling or self._begin(shard, self._turn)
+        filling = self._filling = self._filling or self._begin(shard, self._lap)
         chunk = chunk or self.packing.pack(rows, self._away, former=self._former)
         self._former = len(chunk) - self.packing.table_bytes or self._former
-        offset = filling.add(number, pack_chunk(number, self._turn, chunk), self.head)
+        offset = filling.add(number, pack_chunk(number, self._lap, chunk), self.head)
         self.touched.add(filling.file)
-        shown, place = self._shown, self._next // self.packing.rows
-        shown.sizes[place] = len(chunk) - self.packing.table_bytes - 4
-        shown.turns[place] = self._turn
-        shown.where[place] = filling.addresses.address + offset
+        locations, place = self._locations, self._next // self.packing.rows
+        locations.sizes[place] = len(chunk) - self.packing.table_bytes - 4
+        locations.laps[place] = self._lap
+        locations.where[place] = filling.addresses.address + offset
         if number == self.packing.chunks - 1 or self._next + self.packing.rows == self.slots:
             self._end_shard(filling)
 
-    def _begin(self, shard: int, turn: int) -> Filling:
+    def _begin(self, shard: int, lap: int) -> Filling:
         """Create a shard."""
-        path = self.open_path(shard, turn)
+        path = self.open_path(shard, lap)
         file = self._disk.open(path, create=True)
         try:
             file.truncate(self._bound)
@@ -214,9 +214,9 @@ class PackedColumn(PackedRows, WrittenPart):
             file.close()
             raise
         chunks = no_chunks(self.packing.chunks)
-        self._show(shard, turn, addresses, chunks)
+        self._show(shard, lap, addresses, chunks)
         self.new_folders.add(self.folder)
-        return Filling(shard, turn, file, addresses, chunks)
+        return Filling(shard, lap, file, addresses, chunks)
 
     def _end_shard(self, filling: Filling) -> None:
         self._finish(filling)
@@ -233,7 +233,7 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def ends_with(self, last: int) -> bool:
         """Return whether the column is settled and this row is its last one."""
-        return not self._sources_new and self.place_behind(last) == (self._turn, self._next)
+        return not self._sources_new and self.place_behind(last) == (self._lap, self._next)
 
     # -- sync ------------------------------------------------------------------------------------
 
@@ -271,13 +271,13 @@ class PackedColumn(PackedRows, WrittenPart):
         """Find all files and the newest rows of each slot; `settle` then decides which rows are valid."""
         self._disk.unlink(self.folder / AGAIN)  # left by an opening that was killed
         named = []
-        for kind, shard, turn in self.shards():
+        for kind, shard, lap in self.shards():
             if kind == "open":
-                self._finished.append(self._open_shard(shard, turn))
+                self._finished.append(self._open_shard(shard, lap))
             elif (looked := self._read_shard(shard)) is not None:
                 named.append(looked)
-        again = {(filling.shard, filling.turn) for filling in self._finished}  # see `_fill_again`
-        named = [source for source in named if (source.shard, source.turn) not in again]
+        again = {(filling.shard, filling.lap) for filling in self._finished}  # see `_fill_again`
+        named = [source for source in named if (source.shard, source.lap) not in again]
         self._sources, self._sources_new = [*self._areas(), *named], True
         self._show_all([*self._sources, *self._unnamed])
         if self.slots is None and (last := max((one.shard for one in self._found()), default=0)):
@@ -290,41 +290,41 @@ class PackedColumn(PackedRows, WrittenPart):
     def _unnamed(self) -> list[Filling]:
         return [*self._finished, *([] if self._filling is None else [self._filling])]
 
-    def _open_shard(self, shard: int, turn: int) -> Filling:
-        file = self._disk.open(self.open_path(shard, turn))
-        chunks = scan_chunks(file, self.packing.chunks, turn, table=self.packing.table_bytes)
+    def _open_shard(self, shard: int, lap: int) -> Filling:
+        file = self._disk.open(self.open_path(shard, lap))
+        chunks = scan_chunks(file, self.packing.chunks, lap, table=self.packing.table_bytes)
         if file.size() < self._bound:
             file.truncate(self._bound)
-        return Filling(shard, turn, file, self._map(file, self._bound), chunks)
+        return Filling(shard, lap, file, self._map(file, self._bound), chunks)
 
     def settle(self, last: int, synced: int) -> None:
         """Continue behind the last valid row; see `Appender`."""
         place, each = self.place_behind(last), self.packing.rows
-        (turn, slot), covered = place, self.place_behind(synced)
+        (lap, slot), covered = place, self.place_behind(synced)
         shard, inside = slot // self.packing.shard, slot % each
         if self._sources_new:
-            self._show_up_to(turn, shard)
+            self._show_up_to(lap, shard)
         rows = self.part(slot - inside, inside)
-        dead = [s for s in self._sources if s.named and (s.turn, s.shard) >= (turn, shard)]
+        dead = [s for s in self._sources if s.named and (s.lap, s.shard) >= (lap, shard)]
         self._scrap += [self.shard_path(source.shard) for source in dead]
         kept = [source for source in self._sources if not any(source is one for one in dead)]
-        self._sources = [source for source in kept if source.cut(turn, slot // each)]
+        self._sources = [source for source in kept if source.cut(lap, slot // each)]
         if self._sources_new:
             self._partial.adopt(covered[0], covered[1] // each, covered[1] % each)
             self._sources_new = False
         if inside:  # before the chunk is cut off: it may be the only copy of these rows
-            self._keep_rest(turn, slot // each, rows)
+            self._keep_rest(lap, slot // each, rows)
         self._settle_files(place, again=dead)
         self._show_all([*self._sources, *self._unnamed])
-        self._turn, self._next = turn, slot
+        self._lap, self._next = lap, slot
         self._away[:inside] = 0  # these rows are stored as they are
         if inside:
             self._show_rest(slot // each, rows)
 
-    def _keep_rest(self, turn: int, chunk: int, rows: Array) -> None:
+    def _keep_rest(self, lap: int, chunk: int, rows: Array) -> None:
         """Make sure that the rows of the chunk that is not full are in `partial`."""
-        if not self._partial.go_on(turn, chunk, rows):
-            made = self._partial.begin(turn, chunk)
+        if not self._partial.go_on(lap, chunk, rows):
+            made = self._partial.begin(lap, chunk)
             self._partial.write(0, rows)
             if self._partial.file is not None:
                 self._partial.file.sync()
@@ -336,20 +336,22 @@ class PackedColumn(PackedRows, WrittenPart):
         """Make the rows of the chunk that is not full readable."""
         held = self._new_rows()
         held[: len(rows)] = rows
-        self._set_shown(self._shown._replace(rows=held, base=chunk * self.packing.rows, held=len(rows)))
+        self._set_locations(
+            self._locations._replace(rows=held, base=chunk * self.packing.rows, held=len(rows))
+        )
 
     def _settle_files(self, place: tuple[int, int], *, again: Sequence[Source]) -> None:
         """Find the shard to be filled, finish the shards before it, and remove those after it."""
-        (turn, slot), each = place, self.packing.rows
-        goal = turn, slot // self.packing.shard
+        (lap, slot), each = place, self.packing.rows
+        goal = lap, slot // self.packing.shard
         current = slot // each - goal[1] * self.packing.chunks
         found, self._finished, self._filling = self._unnamed, [], None
         for filling in found:
-            if (filling.turn, filling.shard) > goal:
+            if (filling.lap, filling.shard) > goal:
                 self._disk.unlink(filling.file.path)
                 filling.file.close()
                 continue
-            if (filling.turn, filling.shard) < goal:
+            if (filling.lap, filling.shard) < goal:
                 self._finished.append(filling)
             else:
                 filling = self._filling = self._forget(filling, current)
@@ -358,7 +360,7 @@ class PackedColumn(PackedRows, WrittenPart):
             filling.file.truncate(self._bound)
             filling.file.write(filling.file.read(0, end), 0)
             self.touched.add(filling.file)
-        if current and any((source.turn, source.shard) == goal for source in again):
+        if current and any((source.lap, source.shard) == goal for source in again):
             former = self._disk.open(self.shard_path(goal[1]), write=False)
             self._filling = self._fill_again(former, self._read_index(former), goal, current)
             self.touched.add(self._filling.file)
@@ -369,27 +371,27 @@ class PackedColumn(PackedRows, WrittenPart):
 
     def _add_full(self, current: tuple[int, int]) -> None:
         """Add full chunks that exist only as raw rows to the files in which they are missing."""
-        fillings = {(filling.turn, filling.shard): filling for filling in self._unnamed}
+        fillings = {(filling.lap, filling.shard): filling for filling in self._unnamed}
         newest: dict[int, int] = {}
         shards: list[Filling | Source] = [*self._unnamed]
         shards += [source for source in self._sources if source.named]
         for known in shards:
-            newest[known.shard] = max(known.turn, newest.get(known.shard, -1))
+            newest[known.shard] = max(known.lap, newest.get(known.shard, -1))
         for source in self._sources:
-            place, frame = (source.turn, source.shard), source.addresses
-            outdone = newest.get(source.shard, -1) >= source.turn and place not in fillings
-            if not isinstance(frame, Frame) or outdone or newest.get(source.shard, -1) > source.turn:
+            place, frame = (source.lap, source.shard), source.addresses
+            outdone = newest.get(source.shard, -1) >= source.lap and place not in fillings
+            if not isinstance(frame, Frame) or outdone or newest.get(source.shard, -1) > source.lap:
                 continue
             for number in np.flatnonzero(source.chunks.offsets >= 0).tolist():
                 if place not in fillings:
-                    fillings[place] = self._begin(source.shard, source.turn)
+                    fillings[place] = self._begin(source.shard, source.lap)
                     if place == current:
                         self._filling = fillings[place]
                     else:
                         self._finished.append(fillings[place])
                 filling = fillings[place]
                 if filling.chunks.offsets[number] < 0:
-                    filling.add(number, pack_chunk(number, source.turn, frame.data.tobytes()), self.head)
+                    filling.add(number, pack_chunk(number, source.lap, frame.data.tobytes()), self.head)
                     self.touched.add(filling.file)
 
     def _read_index(self, file: File) -> Chunks:
@@ -413,10 +415,10 @@ class PackedColumn(PackedRows, WrittenPart):
         finally:
             former.close()
             file.close()
-        turn, shard = place
-        self._disk.rename(path, self.open_path(shard, turn))
+        lap, shard = place
+        self._disk.rename(path, self.open_path(shard, lap))
         self.new_folders.add(self.folder)
-        return self._open_shard(shard, turn)
+        return self._open_shard(shard, lap)
 
     def _forget(self, filling: Filling, first: int) -> Filling:
         """Drop the chunks of a file from one on, because some of their rows were never committed.
@@ -425,7 +427,7 @@ class PackedColumn(PackedRows, WrittenPart):
         """
         if not (filling.chunks.offsets[first:] >= 0).any():
             return filling
-        return self._fill_again(filling.file, filling.chunks, (filling.turn, filling.shard), first)
+        return self._fill_again(filling.file, filling.chunks, (filling.lap, filling.shard), first)
 
     # -- space -----------------------------------------------------------------------------------
 
@@ -437,14 +439,14 @@ class PackedColumn(PackedRows, WrittenPart):
         """
         near = deleted.rows.common(deleted.near.widened(self.packing.rows + self.lent))
         shard = self.packing.shard
-        numbers = Gaps.merged((near.first - 1) // shard, (near.last - 1) // shard)
+        numbers = IdSet.merged((near.first - 1) // shard, (near.last - 1) // shard)
         for first, last in numbers:
             for number in range(first, last + 1):
                 if self._disk.exists(self.shard_path(number)):
                     self._free_shard(number, self._unread(number, deleted.rows))
         return set()
 
-    def _unread(self, number: int, dead: Gaps) -> IntArray:
+    def _unread(self, number: int, dead: IdSet) -> IntArray:
         """Return which chunks of a shard hold no readable row. Shape `(chunks,)`, bool."""
         each, lent = self.packing.rows, self.lent
         before = number * self.packing.shard + each * np.arange(self.packing.chunks)
@@ -456,9 +458,9 @@ class PackedColumn(PackedRows, WrittenPart):
         self.new_folders.add(self.folder)
         if unread.all():
             self._disk.unlink(path)
-            self._shown.where[first : first + unread.size] = 0
-            maps = {shard: held for shard, held in self._shown.maps.items() if shard != number}
-            self._set_shown(self._shown._replace(maps=maps))
+            self._locations.where[first : first + unread.size] = 0
+            maps = {shard: held for shard, held in self._locations.maps.items() if shard != number}
+            self._set_locations(self._locations._replace(maps=maps))
             self._sources = [source for source in self._sources if source.shard != number]
             return
         file = self._disk.open(path, write=False)
@@ -495,7 +497,7 @@ class PackedColumn(PackedRows, WrittenPart):
         found = self._read_shard(number)
         if found is None:
             return
-        self._show(number, found.turn, found.addresses, found.chunks)
+        self._show(number, found.lap, found.addresses, found.chunks)
         self._leave_former(found)
         self._sources = [source for source in self._sources if not (source.named and source.shard == number)]
         self._sources.append(found)

@@ -159,10 +159,10 @@ def test_rows_show_as_soon_as_they_are_written(
         rb.extend(make_batch(5))
         with SqlWorker(store_path, limits=SqlLimits(seconds=20), drain=lambda: rb.storage.drain()) as worker:
             query = "SELECT count(*) n, min(_id) low, max(_id) high, sum(next.reward) r FROM transitions"
-            for turn in range(1, 61):  # one row each, then more than the ring holds
-                rb.extend(make_batch(1 if turn < 40 else 7, start=rb.storage.last))
-                assert table(worker.query(query)).equals(rb.sql(query).arrow()), turn
-                if turn % 20 == 0:
+            for cycle in range(1, 61):  # one row each, then more than the ring holds
+                rb.extend(make_batch(1 if cycle < 40 else 7, start=rb.storage.last))
+                assert table(worker.query(query)).equals(rb.sql(query).arrow()), cycle
+                if cycle % 20 == 0:
                     assert table(worker.query(QUERIES[2])).equals(rb.sql(QUERIES[2]).arrow())
         assert rb.storage.last > 150
 
@@ -174,11 +174,11 @@ def test_a_store_without_rows_and_one_that_is_reopened(
         pass
     with SqlWorker(store_path, limits=SqlLimits(seconds=20)) as worker:
         assert table(worker.query("SELECT count(*) AS n FROM episodes")).to_pylist() == [{"n": 0}]
-        for turn in range(3):
+        for cycle in range(3):
             with expstore.open(store_path) as rb:
                 rb.extend(make_batch(20, episode_length=10))
             found = table(worker.query("SELECT count(*) AS n FROM transitions")).to_pylist()
-            assert found == [{"n": 20 * turn + 20}]
+            assert found == [{"n": 20 * cycle + 20}]
 
 
 def test_packed_images(store_path: Path) -> None:
@@ -336,8 +336,8 @@ def calls(worker: SqlWorker, ground: dict[str, str], count: int, seed: int) -> I
     found = table(worker.query(FUNCTIONS)).to_pylist()
     assert len(found) > 500
     arguments = [aimed(text, ground) for text in ARGUMENTS]
-    for turn in range(count):
-        one = found[turn % len(found) if count > len(found) else rng.integers(len(found))]
+    for cycle in range(count):
+        one = found[cycle % len(found) if count > len(found) else rng.integers(len(found))]
         given = ", ".join(rng.choice(arguments, rng.integers(4)))
         name = '"' + one["name"].replace('"', '""') + '"'
         yield f"SELECT {'* FROM ' if one['type'].startswith('table') else ''}{name}({given})"

@@ -101,7 +101,7 @@ def killed(work: Callable[[], None]) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [None, 9000, 15_000])
 @pytest.mark.parametrize("stop", ["close", "kill", "flush and kill"])
-def test_sums_say_what_the_columns_hold(store_path: Path, capacity: int | None, stop: str) -> None:
+def test_sums_say_what_the_columns_contain(store_path: Path, capacity: int | None, stop: str) -> None:
     """Rings that turn, shards that come, rows one by one, changes in place; the last block is short."""
 
     def write() -> None:

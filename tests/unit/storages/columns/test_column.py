@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from expstore.core.id_set import NO_GAPS, Gaps
+from expstore.core.id_set import NO_IDS, IdSet
 from expstore.core.values import cut_run
 from expstore.disk.checkpointed import Checkpoint
 from expstore.disk.files import Disk
@@ -247,8 +247,8 @@ def test_a_capture_stays_as_it_is(store: Store, kind: Kind) -> None:
 @pytest.mark.parametrize("store", [None], indirect=True)
 def test_space_is_given_back_and_other_rows_stay(store: Store, kind: Kind) -> None:
     store.checkpoint()
-    rows = Gaps.of([(1, 16)])
-    store.columns.free(Deleted(rows, rows, 16, NO_GAPS))
+    rows = IdSet.of([(1, 16)])
+    store.columns.free(Deleted(rows, rows, 16, NO_IDS))
     kind.same(store.columns.columns[0].take(np.arange(16, 30)), range(17, 31))
     columns = store.again()
     columns.settle(30, 30)

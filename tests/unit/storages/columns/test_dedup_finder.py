@@ -255,7 +255,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
     made.end()
 
 
-def test_what_was_kept_stays_when_the_ring_turns(life: Life) -> None:
+def test_what_was_kept_stays_when_the_ring_wraps(life: Life) -> None:
     life.keep()
     for _ in range(9):
         life.extend(16, lanes=2)
@@ -380,8 +380,8 @@ def test_rows_before_the_oldest_one_must_be_there(life: Life) -> None:
 def test_what_is_found_is_there(reach: int, width: int, letters: int, parts: list[tuple[int, bool]]) -> None:
     random, known = np.random.default_rng(7), NextRows(width, reach)
     place, told, missed = 100, {}, 0
-    for count, gap in parts:
-        if gap:
+    for count, skipped in parts:
+        if skipped:
             place, told = place + 50, {}
         rows, following = random.integers(0, letters, (2, count, width), np.uint8)
         told.update(zip(range(place, place + count), following, strict=True))

@@ -93,22 +93,24 @@ def test_sql_shows_text_and_json() -> None:
     circle: list[Any] = []
     lone = "\ud800"  # half of a pair: no UTF-8
     circle.append(circle)
-    shown = [
+    visible = [
         ("text", "text"), ("", ""), ({"a": [1, None]}, '{"a": [1, null]}'), ([True, 2.5], "[true, 2.5]"),
         (3, "3"), (None, None), (Thing(), None), (b"bytes", None), (math.nan, None), (circle, None),
         (lone, None),
     ]  # fmt: skip
     storage = make(20)
-    put(storage, [value for value, _ in shown])
+    put(storage, [value for value, _ in visible])
     rb = ReplayBuffer(storage=storage)
-    assert rb.sql('SELECT _data FROM transitions ORDER BY "_id"').fetchall() == [(text,) for _, text in shown]
+    assert rb.sql('SELECT _data FROM transitions ORDER BY "_id"').fetchall() == [
+        (text,) for _, text in visible
+    ]
     assert rb.sql("SELECT count(*) FROM transitions WHERE _data LIKE '{%'").fetchall() == [(1,)]
     assert rb.sql("SELECT _data ->> 'a' FROM transitions WHERE n = 2").fetchall() == [("[1,null]",)]
     kinds = dict(rb.sql("SELECT column_name, column_type FROM (DESCRIBE transitions)").fetchall())
     assert kinds["_data"] == "VARCHAR"
 
 
-def test_queries_that_do_not_name_objects_do_not_turn_them_into_text() -> None:
+def test_queries_that_do_not_name_objects_do_not_convert_them_to_text() -> None:
     class Told(dict[str, int]):
         asked = 0
 

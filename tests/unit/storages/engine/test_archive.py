@@ -118,8 +118,8 @@ class World:
             return
         wanted = rows(ids, np.array([self.versions[i] for i in ids.tolist()]), self.kind)
         for name in ("observation", "frame"):
-            shown = np.array(found[name].combine_chunks().flatten()).reshape(ids.size, -1)
-            assert np.array_equal(shown, wanted[name].numpy()), name
+            visible = np.array(found[name].combine_chunks().flatten()).reshape(ids.size, -1)
+            assert np.array_equal(visible, wanted[name].numpy()), name
         following = found["next"].combine_chunks()
         frames = np.array(following.field("frame").flatten()).reshape(ids.size, -1)
         assert np.array_equal(frames, wanted["next", "frame"].numpy())
@@ -495,7 +495,7 @@ def test_an_older_copy_is_refused(tmp_path: Path) -> None:
         assert ids_in(rb) == list(range(1, 121))
 
 
-def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     filled(path, 100, archive=old).close()
     assert run(["info", str(path)]) == 0
@@ -506,7 +506,7 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[1] == "100,40"
 
 
-def test_sql_of_strangers_sees_both(tmp_path: Path) -> None:
+def test_untrusted_sql_sees_both(tmp_path: Path) -> None:
     filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp").close()
     with SqlWorker(tmp_path / "run.exp", limits=SqlLimits(seconds=20.0)) as worker:
         answer = worker.query("SELECT count(*), sum(_archived::INT) FROM history")

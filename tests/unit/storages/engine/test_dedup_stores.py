@@ -114,7 +114,7 @@ def test_a_batch_longer_than_the_spare(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_versions_hold_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
+def test_versions_contain_what_rows_lie_with(tmp_path: Path, capacity: int | None, rows: int) -> None:
     path, place = tmp_path / "a.exp", tmp_path / "backup"
     wanted = list(range(0 if capacity is None else max(0, rows - capacity), rows))
     with buffer(path, capacity) as rb:
@@ -242,7 +242,7 @@ def test_autoreset_and_lanes_are_found_by_their_bytes(tmp_path: Path) -> None:
         assert torch.equal(rb[:]["frame"], half_noise_frames(here.reshape(-1)))
 
 
-def test_a_field_that_shares_can_go_and_one_that_lends_stays(tmp_path: Path) -> None:
+def test_a_field_that_shares_can_be_dropped_but_not_its_source(tmp_path: Path) -> None:
     path = tmp_path / "a.exp"
     with buffer(path) as rb:
         extend_all(rb, *ROWS.parts(75))

@@ -281,10 +281,10 @@ def test_a_snapshot_that_is_being_copied_is_waited_for(
     with opened(tmp_path / "a.exp") as rb, rb.record("env-0") as episode:
         for number in range(3):
             step(episode, number)
-        monkeypatch.setattr(rb.storage.hold, "first", 1)
+        monkeypatch.setattr(rb.storage.snapshot_pin, "first", 1)
         step(episode, 3)
         assert found == [False, True, True, False]
-        monkeypatch.setattr(rb.storage.hold, "first", 0)
+        monkeypatch.setattr(rb.storage.snapshot_pin, "first", 0)
         step(episode, 4)
         assert found[-1]
 

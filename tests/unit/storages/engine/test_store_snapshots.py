@@ -45,7 +45,7 @@ class World:
         self.store: Any = SimpleNamespace(
             engine=self.engine, state=state, capacity=10, lock=contextlib.nullcontext(),
             writer=lambda: note("check the writer"), sync=lambda: note("sync"), counters=self.counters,
-            hold=SimpleNamespace(wait=lambda: note("wait for snapshots")),
+            snapshot_pin=SimpleNamespace(wait=lambda: note("wait for snapshots")),
             priorities=SimpleNamespace(note_set=lambda: note("note priorities")),
         )  # fmt: skip
         updates: Any = SimpleNamespace(settle=lambda: note("settle"))

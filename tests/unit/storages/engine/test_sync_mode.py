@@ -365,7 +365,7 @@ def test_what_changes_rows_in_place_or_forgets_them_lasts_too(
     assert emptied.storage.last == 100
 
 
-def test_the_door_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
+def test_open_passes_it_on(store_path: Path, make_batch: MakeBatch) -> None:
     with expstore.open(store_path, capacity=100, durability="sync") as rb:
         rb.extend(make_batch(5))
         assert rb.stats()["durability"] == "sync"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.core.id_set import Gaps
+from expstore.core.id_set import IdSet
 from expstore.core.values import Ranking
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, MigrationError, NotFoundError
@@ -33,7 +33,7 @@ FULL = Manifest(
     done_reduce="all",
     flatten=False,
     meta={"env": "Größe", "n": [1, 2.5, None]},
-    gaps=Gaps.of([(3, 5), (9, 9)]),
+    deleted=IdSet.of([(3, 5), (9, 9)]),
     ndim=3,
     dims=(2, 5),
     ranking=Ranking(("next", "r"), "max"),

@@ -35,7 +35,7 @@ from expstore.maintenance import survey, verify
 from expstore.samplers import PrioritizedSampler, Sampler, SamplerWithoutReplacement
 from expstore.schema.row_fields import priority_place
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.snapshot_pin import Hold
+from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.snapshots import create, restore
 from expstore.storages.snapshots.catalog import find_version
 from expstore.storages.zarr import ZarrStorage
@@ -382,14 +382,14 @@ def started(act: Callable[[], object]) -> threading.Thread:
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when somebody is about to wait for a copy."""
-    event, wait = threading.Event(), Hold.wait
+    event, wait = threading.Event(), SnapshotPin.wait
 
-    def note(self: Hold, through: int | None = None) -> None:
+    def note(self: SnapshotPin, through: int | None = None) -> None:
         if self.first and (through is None or through >= self.first):
             event.set()
         wait(self, through)
 
-    monkeypatch.setattr(Hold, "wait", note)
+    monkeypatch.setattr(SnapshotPin, "wait", note)
     return event
 
 
@@ -406,7 +406,7 @@ def test_who_would_overwrite_rows_that_are_not_copied_waits(
     # Slots 0 to 8191 are copied; the next ones are being copied.
     for start, count in ((22_000, 4000), (26_000, 4000), (30_000, 2288)):
         rb.extend(make_batch(count, start=start))
-    assert rb.storage.hold.first == 8193
+    assert rb.storage.snapshot_pin.first == 8193
     assert not waiting.is_set()
     done: list[str] = []
     extend = started(lambda: (rb.extend(make_batch(10)), done.append("extend")))
@@ -417,7 +417,7 @@ def test_who_would_overwrite_rows_that_are_not_copied_waits(
     for thread in (dump, extend):
         thread.join(30)
     assert done == ["extend"]
-    assert rb.storage.hold.first == 0
+    assert rb.storage.snapshot_pin.first == 0
     assert rb.stats()["waits"] > 0
     assert same(rows_of(expstore.open(place, mode="r")), expected)
     rb.close()

@@ -45,7 +45,7 @@ def batch(rows: int, start: int = 0) -> TensorDict:
     )
 
 
-def shown(storage: Storage) -> tuple[Any, ...]:
+def picture(storage: Storage) -> tuple[Any, ...]:
     """Everything about a storage's rows that can be seen, but for ids."""
     rb = ReplayBuffer(storage=storage)
     columns = "_index, _step, _priority, a, half, word, next.reward, next.done"
@@ -82,7 +82,7 @@ def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: A
     if before:
         ReplayBuffer(storage=other).extend(batch(before, 900))
     other.load_state_dict(state)
-    assert shown(other) == shown(first.storage)
+    assert picture(other) == picture(first.storage)
     assert other.last >= first.storage.last + before  # nobody's old id means another row
     assert other.last % 10 == first.storage.last % 10
     second = buffer(other)
@@ -91,7 +91,7 @@ def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: A
             one, two = first.sample(), second.sample()
             assert torch.equal(one[key], two[key])
         assert torch.equal(*(rb.extend(batch(3, 50), source="env") for rb in (first, second)))
-    assert shown(other) == shown(first.storage)
+    assert picture(other) == picture(first.storage)
     np.testing.assert_array_equal(first[:]["a"], second[:]["a"])
 
 
@@ -112,14 +112,14 @@ def test_samplers_go_on(make: Callable[..., Storage], kind: Any, sampler: Callab
 def test_nothing_is_shared(make: Callable[..., Storage], kind: Any) -> None:
     first, second = make(kind, 10), make(kind, 10)
     ReplayBuffer(storage=first).extend(batch(8))
-    expected = shown(first)
+    expected = picture(first)
     state = first.state_dict()
     ReplayBuffer(storage=first)[0:8] = batch(8, 70)
     second.load_state_dict(state)
     for value in state["rows"].values():
         value.zero_()
     state["log"].zero_()
-    assert shown(second) == expected
+    assert picture(second) == expected
 
 
 def test_torch_keeps_it_without_pickling(make: Callable[..., Storage]) -> None:
@@ -129,7 +129,7 @@ def test_torch_keeps_it_without_pickling(make: Callable[..., Storage]) -> None:
     torch.save(first.state_dict(), file)
     file.seek(0)
     second.load_state_dict(torch.load(file, weights_only=True))
-    assert shown(second) == shown(first)
+    assert picture(second) == picture(first)
 
 
 def test_objects_are_copied(make: Callable[..., Storage]) -> None:
@@ -206,7 +206,7 @@ def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: 
 def test_what_is_no_state(make: Callable[..., Storage]) -> None:
     storage = make(LazyTensorStorage, 10)
     ReplayBuffer(storage=storage).extend(batch(5))
-    expected, state = shown(storage), storage.state_dict()
+    expected, state = picture(storage), storage.state_dict()
 
     def without(name: str) -> dict[str, Any]:
         return {key: value for key, value in state.items() if key != name}
@@ -243,7 +243,7 @@ def test_what_is_no_state(make: Callable[..., Storage]) -> None:
     ]:
         with pytest.raises(error, match=message):
             storage.load_state_dict(wrong)
-    assert shown(storage) == expected
+    assert picture(storage) == expected
     storage.close()
     for call in (storage.state_dict, lambda: storage.load_state_dict(state)):
         with pytest.raises(StateError, match="closed"):

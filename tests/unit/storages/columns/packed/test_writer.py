@@ -28,12 +28,12 @@ from expstore.storages.format.chunk_encoding import Packing, packing_for
 from expstore.storages.format.chunk_file import (
     HEADER_BYTES,
     Chunks,
+    find_lap,
     no_chunks,
     pack_chunk,
     pack_index,
     read_index,
     scan_chunks,
-    turn_of,
 )
 from expstore.storages.format.codecs import CODECS
 from tests.support.part_restarts import NEVER, Killed, MortalLife
@@ -222,7 +222,7 @@ def test_a_chunk_whose_packed_form_was_lost_is_packed_again(tmp_path: Path) -> N
     life.end()
 
 
-def test_former_turns_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
+def test_former_laps_of_a_ring_are_not_mapped_any_more(tmp_path: Path) -> None:
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     for _ in range(60):
         life.extend(12)
@@ -288,8 +288,8 @@ def file(tmp_path: Path) -> Iterator[File]:
     opened.close()
 
 
-def append(file: File, number: int, turn: int, chunk: bytes, chunks: Chunks) -> Chunks:
-    data = pack_chunk(number, turn, chunk)
+def append(file: File, number: int, lap: int, chunk: bytes, chunks: Chunks) -> Chunks:
+    data = pack_chunk(number, lap, chunk)
     file.write(data, chunks.end)
     return Chunks(chunks.offsets, chunks.sizes, chunks.end + len(data))
 
@@ -297,14 +297,14 @@ def append(file: File, number: int, turn: int, chunk: bytes, chunks: Chunks) -> 
 @settings(deadline=None)
 @given(data=st.data())
 def test_a_scan_finds_the_chunks_before_the_first_damage(data: Any) -> None:
-    turn = data.draw(st.integers(0, 5))
+    lap = data.draw(st.integers(0, 5))
     numbers = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=12))
     bodies = [bytes([place]) * data.draw(st.integers(1, 40)) for place in range(len(numbers))]
     with tempfile.TemporaryDirectory() as name:
         file = Disk().open(Path(name) / "chunks", create=True)
         ends, chunks = [0], no_chunks(8)
         for number, body in zip(numbers, bodies, strict=True):
-            chunks = append(file, number, turn, body, chunks)
+            chunks = append(file, number, lap, body, chunks)
             ends.append(chunks.end)
         file.truncate(chunks.end + 500)  # as far as the file is made before it is full
         damage = data.draw(st.one_of(st.none(), st.integers(0, chunks.end - 1)))
@@ -313,7 +313,7 @@ def test_a_scan_finds_the_chunks_before_the_first_damage(data: Any) -> None:
             byte = file.read(damage, 1)[0]
             file.write(bytes([byte ^ (1 << data.draw(st.integers(0, 7)))]), damage)
             whole = next(place for place, end in enumerate(ends[1:]) if damage < end)
-        found = scan_chunks(file, 8, turn)
+        found = scan_chunks(file, 8, lap)
         assert found.end == ends[whole]
         for number in range(8):
             mine = [body for n, body in zip(numbers[:whole], bodies, strict=False) if n == number]
@@ -322,9 +322,9 @@ def test_a_scan_finds_the_chunks_before_the_first_damage(data: Any) -> None:
                 assert file.read(int(found.offsets[number]), int(found.sizes[number])) == mine[-1]
         # In two steps as in one; and nothing of another turn.
         file.truncate(found.end)
-        later = append(file, 3, turn, b"later", found)
-        np.testing.assert_array_equal(scan_chunks(file, 8, turn, found).offsets[3], later.end - 5)
-        assert scan_chunks(file, 8, turn + 1).end == 0
+        later = append(file, 3, lap, b"later", found)
+        np.testing.assert_array_equal(scan_chunks(file, 8, lap, found).offsets[3], later.end - 5)
+        assert scan_chunks(file, 8, lap + 1).end == 0
         file.close()
 
 
@@ -349,8 +349,8 @@ def test_an_index_says_where_chunks_are(file: File) -> None:
     read = read_index(file, 4)
     assert read.offsets.tolist() == [16 + 7 + 16, -1, 16, -1]
     assert read.sizes.tolist() == [5, 0, 7, 0]
-    assert turn_of(file, read) == 7
-    assert turn_of(file, no_chunks(4)) == -1
+    assert find_lap(file, read) == 7
+    assert find_lap(file, no_chunks(4)) == -1
     for at in range(found.end, file.size()):
         byte = file.read(at, 1)
         file.write(bytes([byte[0] ^ 4]), at)
@@ -411,7 +411,7 @@ def test_torn_rows_are_known(tmp_path: Path) -> None:
     path.write_bytes(data)
     partial = PartialFile(Disk(), path, 8, WIDTH)
     (area,) = partial.areas()
-    assert (area.turn, area.chunk) == (2, 5)
+    assert (area.lap, area.chunk) == (2, 5)
     assert area.whole[:6].tolist() == [True, True, False, True, True, True]
     assert partial.find(2, 5, 3) is None
     np.testing.assert_array_equal(partial.find(2, 5, 2), some_rows(1, 2))
@@ -500,7 +500,7 @@ def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, la
 
 
 @pytest.mark.parametrize("last", [13, 15])
-def test_rows_of_a_later_turn_hide_none(tmp_path: Path, last: int) -> None:
+def test_rows_of_a_later_lap_hide_none(tmp_path: Path, last: int) -> None:
     """A chunk of the next turn, never published, lies where the newest rows that count do."""
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     life.extend(last)
@@ -562,9 +562,10 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
     for rows in (plain, plain, noise, noise, noise, plain, plain):
         column.append(at + 1, rows)
         at += 16
-    shown = column.shown
+    locations = column.locations
     lengths = [
-        int.from_bytes(ctypes.string_at(where + 8, 4), "little") for where in shown.where[: at // 16].tolist()
+        int.from_bytes(ctypes.string_at(where + 8, 4), "little")
+        for where in locations.where[: at // 16].tolist()
     ]
     # Whether a frame is short is known of the one before it.
     assert lengths == [80_000, 160_000, 160_000, 80_000, 80_000, 80_000, 160_000]
