@@ -124,7 +124,7 @@ class NotReadyError(ExpStoreError, RuntimeError):
 
 
 class StateError(ExpStoreError, RuntimeError):
-    """The buffer is closed, poisoned (unusable after a failed write), or not open for writing."""
+    """The buffer is closed, poisoned (unusable after a disk failure), or not open for writing."""
 
     default_kind = "state"
 

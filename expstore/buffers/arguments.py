@@ -22,7 +22,10 @@ _Part = TypeVar("_Part")
 def called(part: Any, method: str) -> Any:
     """Return a buffer's part: the part itself, or the result of calling the function or class that makes it.
 
-    A part is recognised by a method."""
+    Args:
+        part: The part, a function or a class.
+        method: Name of a method by which a part is recognised.
+    """
     is_part = hasattr(part, method) and not isinstance(part, type)
     return part() if callable(part) and not is_part else part
 

@@ -265,7 +265,8 @@ def _entry_of(
         ids = window.ids()[:_FEW]
         if not ids.size:
             raise SchemaError(
-                f"field {key_name(key)!r} has no dtype and shape, and no rows", hint="give dtype= and shape="
+                f"field {key_name(key)!r}: there are no rows to compute it from",
+                hint="give dtype= and shape=",
             )
         _, found = given.ask(ids)
         return Field(key, dtype or _name_of(found), tuple(found.shape[1:]) if shape is None else shape)

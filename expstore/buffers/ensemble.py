@@ -231,7 +231,7 @@ class ReplayBufferEnsemble:
         """Return whether `sample` would find rows to draw.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: Neither the call nor the ensemble has a batch size.
         """
         size = self._wanted(batch_size)
         if size % self._samplers.num_buffer_sampled:
@@ -243,7 +243,7 @@ class ReplayBufferEnsemble:
         """Yield batches without end.
 
         Raises:
-            StateError: No batch size is known.
+            StateError: The ensemble has no batch size.
         """
         if self._batch_size is None:
             raise StateError(
@@ -697,7 +697,7 @@ def _assembled(
 
 
 def _flat(name: str, value: Any, shape: torch.Size) -> torch.Tensor:
-    """Flatten the values of rows to one dim of rows."""
+    """Flatten the leading dims of values to one dim of rows."""
     values = torch.as_tensor(value).cpu()
     if values.shape[: len(shape)] != shape:
         raise SchemaError(

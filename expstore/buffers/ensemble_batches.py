@@ -54,7 +54,7 @@ def told_of(told: dict[Any, torch.Tensor], rows: slice, member: int, size: int) 
         told: Values by key, of rows that were drawn together.
         rows: The part's rows among them.
         member: Number of the member.
-        size: Number of rows that were drawn together.
+        size: Number of rows of the part.
     """
     part = TensorDict({}, [size])
     for key, values in told.items():

@@ -46,11 +46,12 @@ def remote_session(name: str) -> SessionKey:
 class Episodes:
     """Query episodes by calling it; its methods annotate, end, resume and delete episodes.
 
-    Threads: any number may use it. Crashes: a change survives the end of the process when its call returns,
-        and a power failure after the next `flush`.
+    Threads: any number may use it. Crashes: a change survives the end of the process when its call
+    returns, and a power failure after the next `flush`.
 
     Args:
         store: The store.
+
     Example:
         >>> rb.episodes.resume("robot-1")  # after a restart, while the robot's episode continued
         tensor([7])
@@ -71,7 +72,7 @@ class Episodes:
         """Return the relation `episodes`, or a part of it; it also has episodes whose rows were removed.
 
         Columns: `episode_id, source, trajectory_id, start_time, end_time, length, return, status, live_rows,
-        info`. `return` is NULL where rows have no reward.
+        info`. `return` is NULL if rows have no reward.
 
         Args:
             where: An SQL expression over these columns that selects episodes; None: all.

@@ -82,8 +82,9 @@ class _Seen(NamedTuple):
 class _Block(NamedTuple):
     """The result of one block.
 
-    last: The newest id that the block could have when it was read.
-    moments: Moments of the rows that were readable.
+    Args:
+        last: The newest id that the block could have when it was read.
+        moments: Moments of the rows that were readable.
     """
 
     last: int

@@ -79,7 +79,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
     reward is the result of `reward_fn` for the whole row, not a sum.
 
     Threads, processes and crashes: as `TensorDictReplayBuffer`. With `prefetch`, `reward_fn` is called in
-    another thread.
+    another thread, and must be thread-safe.
 
     Andrychowicz et al. 2017, "Hindsight Experience Replay", arXiv:1707.01495.
 

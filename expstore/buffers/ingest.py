@@ -251,9 +251,10 @@ class Ingest(StorePart):
     def append(self, data: Any, options: WriteOptions, *, single: bool = False) -> IntArray:
         """Append rows, all of them or none.
 
-        data: The rows.
-        options: The options of the write.
-        single: Whether `data` is one row, or one row for each lane.
+        Args:
+            data: The rows.
+            options: The options of the write.
+            single: Whether `data` is one row, or one row for each lane.
 
         Returns:
             The index, or id, of each row; -1 for rows that were dropped. Shape `(n,)`.
@@ -400,7 +401,7 @@ class Ingest(StorePart):
         )
 
     def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
-        """Return an appender that is faster than `append_columns` while `is_plain`, or None if there is none.
+        """Return an appender that is faster than `append_columns` while `is_plain`, or None.
 
         Args:
             schema: The fields of the rows.

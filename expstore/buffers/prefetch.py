@@ -1,7 +1,8 @@
 """Prepare batches in a background thread while the program uses the previous one.
 
 A `Prefetcher` keeps the order and the numbers of batches; its source makes them, and says whether they are
-still valid. It never returns a batch twice, and only batches that a direct call would return at that moment.
+still valid. It never returns a batch twice, and returns only batches that a direct call
+would return at that moment.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ class Batches(Protocol):
     """Source of batches."""
 
     def draw_ahead(self, number: int) -> DrawNumber:
-        """Return the draw after `number` others that were not returned yet."""
+        """Return the draw of the batch after `number` prefetched batches."""
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
-        """Make the batch of a turn; `instead` is a selection to replace because its rows were overwritten."""
+        """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
 
     def stands(self, made: Made | None) -> bool:
         """Return whether batches of the same age as this one (None: any batches) may still be returned."""

@@ -43,7 +43,7 @@ class RecorderTarget(Protocol):
         """Append rows whose columns are in the schema's order."""
 
     def row_appender(self, schema: Schema, rows: int) -> RowAppending | None:
-        """Return an appender that is faster than `append_columns` while `is_plain`; None: there is none."""
+        """Return an appender that is faster than `append_columns` while `is_plain`, or None."""
 
     def run_reader(self, schema: Schema, columns: Sequence[Array]) -> RunReader:
         """Return a reader of the episode fields of rows; for rows that `row_appender` appends."""
@@ -306,10 +306,11 @@ def _lanes_of(value: Any, lanes: int) -> Any:
 class _Column:
     """The values of one field, step by step.
 
-    entry: The field.
-    lanes: As in `Recorder`.
-    steps: Number of steps.
-    memory: Memory for the values. Shape `(bytes,)`, uint8.
+    Args:
+        entry: The field.
+        lanes: As in `Recorder`.
+        steps: Number of steps.
+        memory: Memory for the values. Shape `(bytes,)`, uint8.
     """
 
     __slots__ = ("_dtype", "_entry", "_lanes", "_shape", "cells", "rows", "values")
@@ -425,15 +426,15 @@ class _Block:
     """The steps of a recorder between two flushes.
 
     Args:
-            schema: The fields of the store.
-            values: The arguments of the first `Recorder.step`.
-            more: Its additional fields.
-            lanes: As in `Recorder`.
-            steps: Number of steps that fit.
-            memory: Memory for the columns, one after another; None: it is allocated. Shape `(bytes,)`, uint8.
+        schema: The fields of the store.
+        values: The arguments of the first `Recorder.step`.
+        more: Its additional fields.
+        lanes: As in `Recorder`.
+        steps: Number of steps that fit.
+        memory: Memory for the columns, one after another; None: it is allocated. Shape `(bytes,)`, uint8.
 
-        Raises:
-            SchemaError: The fields of the step differ from the store's.
+    Raises:
+        SchemaError: The fields of the step differ from the store's.
     """
 
     def __init__(

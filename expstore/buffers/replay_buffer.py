@@ -223,8 +223,8 @@ class ReplayBuffer:
                 (`next.reward`). A list has one item per row. Variable-length rows (in an `ArrowStorage`) may
                 differ in shape, and may have nested tensors and Python values. In stores created by
                 `expstore.open` all batch dims make rows: time is the dim named "time", otherwise the last
-                one, and each position along the others is a separate stream. Otherwise the first `ndim` dims
-                make rows, and `dim_extend` is time.
+                one, and each position along the others is a separate stream. In other stores the first `ndim`
+                dims make rows, and `dim_extend` is time.
             tensordicts: Alias of `data`, for TorchRL's TensorDictReplayBuffer.
             source: Name of the stream of experience within the session. None: the session's unnamed stream.
                 Rows of two sessions never share an episode: after a restart the same source begins new
@@ -513,7 +513,7 @@ class ReplayBuffer:
             trajectory_key: The field with trajectory ids; None: the store's episodes.
 
         Returns:
-            One `Trajectory` each: a sample of its rows, in the order of steps.
+            One `Trajectory` for each of them: a sample of its rows, in the order of steps.
 
         Raises:
             NotFoundError: There is no such field, or no field ends trajectories.
@@ -566,7 +566,7 @@ class ReplayBuffer:
     # -- changes of stored rows ----------------------------------------------------------------------
 
     def update_priority(self, index: Any = None, priority: Any = None, *, id: Any = None) -> int:
-        """Set the priorities of rows that still exist; return how many were set.
+        """Set the priorities of rows that still exist.
 
         With `id`, a row that was removed since it was sampled is skipped, and no other row is changed.
 
@@ -578,7 +578,9 @@ class ReplayBuffer:
                 reduces to one. Shape `()` or `(n, ...)`. If `ndim` is larger than 1, one value per row in the
                 order of `index` may have any shape, such as `(time, lane)`.
             id: Ids of the rows. Any shape.
-            How many were set.
+
+        Returns:
+            Number of rows whose priority was set.
 
         Raises:
             PriorityError: A priority is negative, NaN or infinite; none was set.
@@ -731,7 +733,7 @@ class ReplayBuffer:
 
         Raises:
             ValueError: `empty_write_count` is True.
-            StateError: The store is closed, open for reading only, or its writer does not support deletion.
+            StateError: The store is closed, open for reading only, or its writer refuses changes.
         """
         if empty_write_count:
             raise ValueError(
@@ -944,13 +946,12 @@ class ReplayBuffer:
             last_id: Id of the newest row.
             draws: Number of batches that were drawn.
             extends, redraws, waits, wait_seconds, syncs: Since this opening: batches written; draws repeated
-            because rows were overwritten; how often and how long writers waited; syncs.
+                because rows were overwritten; how often and how long writers waited; syncs.
             write_keys: Number of known idempotency keys; None: unknown in a reader.
             prefetch_queue_size: Number of prefetched batches.
             rate_limiter: Its counts; None: there is no limiter.
             batch_size: The buffer's rows per batch.
             initialized: Always True; for TorchRL.
-            initialized: Always true, as TorchRL's name for it.
 
             On disk also
             path: The folder.
@@ -1077,8 +1078,8 @@ class ReplayBuffer:
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; return the previous one.
 
-        Draw numbers continue. A sampler with a position in the store begins anew, unless the previous one was
-        of the same kind.
+        Draw numbers continue. A sampler with a position in the store starts again, unless the previous one
+        was of the same kind.
 
         Raises:
             StateError: The store is closed.

@@ -71,7 +71,7 @@ class GivenDraws(Draws):
             return self._words()
 
     def ahead(self, draws: DrawState, number: int) -> DrawNumber:
-        """Return the draw after `number` others that were taken ahead and not returned yet."""
+        """Return the draw after `number` turns that were taken ahead and are not returned yet."""
         with self._lock:
             before = self._given.get_state()
             words = self._words()

@@ -52,7 +52,7 @@ class RowStyle(ABC):
 
     @abstractmethod
     def priority_place(self, sampler: Sampler, schema: Schema) -> int:
-        """Return the position of the field with the priorities of new rows; -1: there is none."""
+        """Return the position of the field with the priorities of new rows, or -1."""
 
     @abstractmethod
     def priorities_in(self, sampler: Sampler, schema: Schema, columns: Sequence[Array]) -> Array | None:
@@ -79,7 +79,7 @@ class RowStyle(ABC):
 
     @abstractmethod
     def mark(self, selection: Selection, schema: Schema, columns: list[Array]) -> dict[Key, Array]:
-        """Write a sampler's flags into the columns of the schema; return the values of other keys."""
+        """Write a sampler's flags into columns of the schema; return those of keys that are not stored."""
 
 
 class PlainRows(RowStyle):
@@ -112,7 +112,7 @@ class PlainRows(RowStyle):
         return None
 
     def own_keys(self, sampler: Sampler, unit_keys: frozenset[str]) -> frozenset[str]:
-        """Return no key."""
+        """Return no keys."""
         return frozenset()
 
     def root(self, geometry: RingGeometry, selection: Selection, *, generations: bool) -> dict[str, Array]:

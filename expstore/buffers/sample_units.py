@@ -88,7 +88,7 @@ class Transition(SampleUnit):
     """
 
     def expand(self, index: Any, info: dict[Any, Any], storage: ReadView) -> tuple[Any, dict[Any, Any]]:
-        """Return the arguments unchanged."""
+        """Return `index` and `info` unchanged."""
         return index, info
 
     def select(self, anchors: Selection, storage: ReadView) -> Selection:

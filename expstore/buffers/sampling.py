@@ -60,8 +60,8 @@ class Sampling(StorePart):
     """Draw batches from a store.
 
     Threads: any number may draw. Processes: a forked or copied buffer draws its own batches, by the store's
-    seed. Crashes: after the end of the process sampling continues with the next batch, after a power failure
-    with the batch after the last sync.
+    seed. Crashes: after a kill, sampling continues with the batch that would have followed; after a power
+    failure, with the batch after the last sync.
 
     Args:
         store: The store.
@@ -144,7 +144,7 @@ class Sampling(StorePart):
     def _draw(
         self, storage: ReadView, draw: DrawNumber, request: Request, instead: Selection | None
     ) -> tuple[Any, Selection]:
-        """Make the batch of a draw; `instead` is a selection to replace because its rows were overwritten."""
+        """Make the batch of a draw; `instead` is an earlier selection for it whose rows were overwritten."""
         draws = self._draws or self._require_draws()
         rows, columns, view = self._read(storage, draws, draw, request.size, instead)
         numbers = draws.numbers(draw, _TRANSFORMS) if self._batches.transform.draws else None
@@ -236,11 +236,11 @@ class Sampling(StorePart):
             self._prefetcher.drop(self)
 
     def draw_ahead(self, number: int) -> DrawNumber:
-        """Return the draw after `number` others that were not returned yet."""
+        """Return the draw of the batch after `number` prefetched batches."""
         return self._require_draws().ahead(self._store.storage.draws, number)
 
     def make(self, draw: DrawNumber, request: Request, instead: Selection | None = None) -> Made:
-        """Make the batch of a turn; `instead` is a selection to replace because its rows were overwritten."""
+        """Make the batch of a turn; `instead` is an earlier selection for it whose rows were overwritten."""
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()

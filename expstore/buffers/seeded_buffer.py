@@ -59,11 +59,11 @@ class SeededReplayBuffer:
         """Return a batch, as `sample` does.
 
         Args:
-                number: Number of the draw, from 0; None: the next number that no caller without a number got.
-                batch_size: Number of rows.
+            number: Number of the draw, from 0. None: the next number, counted over all calls without one.
+            batch_size: Number of rows.
 
-            Raises:
-                NotReadyError: No rows may be drawn.
+        Raises:
+            NotReadyError: No rows may be drawn.
         """
         batch_size = check_batch_size(batch_size)
         self._sampling.check_readable(self._store.storage)

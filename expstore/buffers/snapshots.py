@@ -21,7 +21,7 @@ _Versions: TypeAlias = list[Version]  # in the class `list` is a method
 
 
 class Snapshots:
-    """Create, tag, list and restore versions of a store. `rb.dumps` and `rb.loads` are TorchRL's names.
+    """Create, tag, list and restore versions of a store. TorchRL's names are `rb.dumps` and `rb.loads`.
 
     Args:
         store: The store.

@@ -99,8 +99,8 @@ class RowsDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return several rows, read at once: a batch, or a list of dicts.
 
-        IndexError: A row does not exist.
-            IndexError: One of them is not there.
+        Raises:
+            IndexError: A row does not exist.
         """
         batch = self._read(np.asarray(indices, np.int64))
         return _as_dicts(batch) if self._rows == "dict" and is_tensor_collection(batch) else batch

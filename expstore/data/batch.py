@@ -612,7 +612,7 @@ def _tensordict(
     sizes: tuple[int, ...],
     own: tuple[str | None, ...],
 ) -> TensorDict:
-    """Return a TensorDict with these dims in addition to its root's; nothing is validated."""
+    """Build a TensorDict with additional batch dims of these sizes and names, without validation."""
     named = None
     if any(names) or any(own):
         named = [*[None] * (len(size) - len(names)), *names, *own]
@@ -623,7 +623,7 @@ def _tensordict(
 
 
 def _special(dtype: str, arrow: str, column: Any, size: torch.Size) -> Any:
-    """Convert a column without a plain tensor: bfloat16, variable-length rows, objects."""
+    """Convert a column that NumPy cannot pass to torch: bfloat16, variable-length rows, objects."""
     if dtype == "bfloat16":
         return torch.from_numpy(np.asarray(column)).view(torch.bfloat16)
     if dtype == ARROW:

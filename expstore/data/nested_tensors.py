@@ -128,7 +128,7 @@ def to_entry(column: pa.Array, text: str, size: Sequence[int]) -> Any:
 
     Returns:
         For tensors a nested tensor: jagged if only the first dim differs, otherwise of torch's strided
-            layout; for one row the tensor. For other values a NonTensorStack, or NonTensorData.
+        layout; for one row the tensor. For other values a NonTensorStack, or NonTensorData.
     """
     found = ragged_of(text)
     if found is None:

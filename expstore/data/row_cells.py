@@ -77,6 +77,7 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
 
     It returns True on success. It returns False if a value has another type, dtype or shape, a number does
     not fit the dtype, or a dict has other names; some cells of the row may be overwritten then.
+
     Example:
         >>> rows = np.zeros((2, 3), np.float32)
         >>> put = compile_put([{"observation": Cells.of(rows, takes_numbers=False)}])

@@ -1,6 +1,7 @@
 """The facts (`info`) that users attach to episodes: JSON objects as text, and how new facts are merged.
 
-Used by buffers for `annotate` and `extend(episode_info=...)`, and when a journal is replayed.
+Used by buffers for `annotate` and `extend(episode_info=...)`, and when a journal is replayed. It does
+not change its arguments.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class JoinMemory:
     blind: int = 0
 
     def carried(self) -> JoinMemory:
-        """Return the memory for a journal that is read again; without `ends`, as there may be more rows."""
+        """Return the memory for a journal that is read again, which may have more rows: without `ends`."""
         return replace(self, ends={}, required=dict(self.required), awaiting=set(self.awaiting))
 
     def note_rows(self, segments: Iterable[Segment]) -> None:
@@ -220,6 +220,7 @@ class BatchJoins:
     def check_adopted(self, segments: Sequence[Segment], names: dict[int, str]) -> None:
         """Check the first rows of sources that have adopted episodes.
 
+        Args:
             segments: The batch.
             names: Names of the sources, by number.
 

@@ -166,7 +166,7 @@ def find_ends(
     Args:
         terminated: The field of that name. Shape `(n, *row shape)`, as the others; None: no such field.
         truncated: The field of that name.
-        done: The field that marks ends of any kind.
+        done: The field that marks ends without their reason.
         reduction: How several values of a row, one per agent, are reduced to one: "any" (also for None) or
             "all".
 
@@ -228,11 +228,11 @@ class RowFacts:
         """Return which rows terminate an episode, which truncate it, and what each adds to its return.
 
         Args:
-                columns: The columns, in the schema's order.
+            columns: The columns, in the schema's order.
 
-            Returns:
-                Arrays of shape `(n,)`; None: rows have no such field. Several rewards of a row are reduced to
-                one.
+        Returns:
+            Arrays of shape `(n,)`; None: rows have no such field. Several rewards of a row are reduced to
+            one.
         """
         terminated, truncated, done = self._ends
         ends = find_ends(

@@ -84,7 +84,7 @@ class End:
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any]) -> End:
-        """Return the value of a parsed body."""
+        """Build the change from the parsed body of its record."""
         sources = body["sources"]
         return cls(
             int(body["time"]),
@@ -103,7 +103,7 @@ class Resume:
         session: The session that had ended.
         sources: Sources of another session that adopt its episodes. Empty: the session itself continues.
         numbers: For each of `sources` the number of the ended session's source.
-        episodes: The episodes; a reader may know others that the writer has already dropped.
+        episodes: Ids of the episodes. A reader may still know cut episodes that the writer has dropped.
     """
 
     time: int
@@ -125,7 +125,7 @@ class Resume:
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any]) -> Resume:
-        """Return the value of a parsed body."""
+        """Build the change from the parsed body of its record."""
         return cls(
             int(body["time"]),
             SessionKey(*body["session"]),

@@ -383,7 +383,7 @@ def _format(numbers: np.ndarray[Any, Any]) -> str:
 
 @dataclass(slots=True)
 class _Cursor:
-    """A replacement for the shared number that is a torchrl writer's cursor; the store has the value."""
+    """A stand-in for the shared number with a torchrl writer's cursor, which is read from the store."""
 
     storage: ExpStorage
 
@@ -400,7 +400,7 @@ class _Cursor:
 
 @dataclass(slots=True)
 class _WriteCount:
-    """A replacement for the shared number of rows that were ever written; the store has the value."""
+    """A stand-in for torchrl's shared count of written rows, which is read from the store."""
 
     storage: ExpStorage
 

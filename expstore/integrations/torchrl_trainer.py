@@ -58,7 +58,7 @@ class ReplayBufferTrainer:
 
     Example:
         >>> hook = ReplayBufferTrainer(rb, batch_size=32, flatten_tensordicts=True)
-        >>> hook.register(trainer)  # of torchrl; or, in a loop of one's own:
+        >>> hook.register(trainer)  # of torchrl; or, in your own loop:
         >>> hook.extend(collected)
         >>> batch = hook.sample()
         >>> hook.update_priority(batch.set("td_error", errors))
@@ -111,15 +111,15 @@ class ReplayBufferTrainer:
         """Store a batch; return it as it was stored.
 
         Args:
-                batch: A collector's batch; it is not changed. Batch size `[T]`, `[B, T]`, and so on.
+            batch: A collector's batch; it is not changed. Batch size `[T]`, `[B, T]`, and so on.
 
-            Returns:
-                With `flatten_tensordicts`, batch size `[rows]`; otherwise the batch, padded to `max_dims`. On
-                the CPU.
+        Returns:
+            With `flatten_tensordicts`, batch size `[rows]`; otherwise the batch, padded to `max_dims`. On
+            the CPU.
 
-            Raises:
-                TypeError: The batch is not a TensorDict; nothing was stored.
-                SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was
+        Raises:
+            TypeError: The batch is not a TensorDict; nothing was stored.
+            SchemaError: The batch does not fit the store, or is larger than `max_dims`; nothing was
                 stored.
         """
         if not is_tensor_collection(batch):
@@ -153,12 +153,12 @@ class ReplayBufferTrainer:
         """Return a batch to learn from.
 
         Args:
-                batch: The last collected batch, which trainers pass; ignored.
+            batch: The last collected batch, which trainers pass; ignored.
 
-            Raises:
-                StopIteration: The end of an iteration, with `iterate`.
-                NotReadyError: The store is empty, or no more rows may be drawn.
-                TypeError: The buffer returns NumPy arrays.
+        Raises:
+            StopIteration: The end of an iteration, with `iterate`.
+            NotReadyError: The store is empty, or no more rows may be drawn.
+            TypeError: The buffer returns NumPy arrays.
         """
         if self.iterate:
             if self._batches is None:

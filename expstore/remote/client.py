@@ -420,7 +420,7 @@ class RemoteReplayBuffer(LocalOnly):
         where: str | None = None,
         seed: int | None = None,
     ) -> None:
-        """Make the server keep a sampler that is shared by all clients that `connect(sampler=name)`.
+        """Make the server keep a sampler that is shared by all clients that connect with `sampler=name`.
 
         Args:
             name: Its name: letters, digits, ".", "_" and "-".
@@ -791,25 +791,26 @@ def connect(
 ) -> RemoteReplayBuffer:
     """Connect to a store that `expstore serve` serves.
 
-    url: Address of the store: `http://host:8420/name`.
-    token: The access token; None to send none.
-    timeout: Seconds that connecting, the answer, and each part of it may take.
-    retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
-        minute.
-    batch_size: Rows per batch of `sample` and iteration.
-    sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
-        "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by default.
-        `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
-    where: SQL condition, without functions, of the rows to draw.
-    seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same. None:
-        the store's own next draw, which is shared by all clients without a seed.
-    draw: Number of the first draw of the seed.
-    wait: Seconds that the server waits for rows if it cannot draw yet.
-    device: Device of the returned batches.
-    prefetch: Number of batches that an iteration prefetches, in a thread.
-    priority_key: The entry of a sample in which `update_priority` finds priorities.
-    as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host memory, by
-        default.
+    Args:
+        url: Address of the store: `http://host:8420/name`.
+        token: The access token; None to send none.
+        timeout: Seconds that connecting, the answer, and each part of it may take.
+        retries: How long a request is repeated if it gets no answer, or the server asks for a retry. None: a
+            minute.
+        batch_size: Rows per batch of `sample` and iteration.
+        sampler: How the rows of a batch are chosen: a dict with `kind` and parameters, a kind such as
+            "prioritized" for its defaults, or the name of a sampler that the server keeps. Uniform by
+            default. `kind` is "uniform", "prioritized", "slices", "prioritized_slices" or "recency".
+        where: SQL condition, without functions, of the rows to draw.
+        seed: Seed of the draws: draw k of a seed is the same for all clients while the rows are the same.
+            None: the store's own next draw, which is shared by all clients without a seed.
+        draw: Number of the first draw of the seed.
+        wait: Seconds that the server waits for rows if it cannot draw yet.
+        device: Device of the returned batches.
+        prefetch: Number of batches that an iteration prefetches, in a thread.
+        priority_key: The entry of a sample in which `update_priority` finds priorities.
+        as_numpy: Whether `sample`, `stream` and iteration return nested dicts of NumPy arrays, in host
+            memory, by default.
 
     Returns:
         A buffer; close it, or use it in a `with` block.

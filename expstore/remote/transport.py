@@ -250,8 +250,7 @@ class Connection:
     def close(self) -> None:
         """Close the sockets of this process; threads that wait for a retry are woken.
 
-        This ends the session of its writes. The server is told once; it is not told again if it does not
-        answer.
+        This ends the session of its writes. The request that tells the server is not repeated if it fails.
         """
         mine = self._mine.get(os.getpid())
         if mine is not None and not self._closed:

@@ -443,7 +443,7 @@ def test_sources_by_name(make: Make) -> None:
     assert [e[1] for e in episodes(rb)][:2] == ["left", "right"]
     before = rb.storage.last
     for bad in ("", 5, "a\n"):
-        with pytest.raises(SchemaError, match="is no name"):
+        with pytest.raises(SchemaError, match="is not a valid name"):
             rb.extend(flags("..", (2,)), source=bad)
     assert rb.storage.last == before
     rb.extend(flags("..", (2,)), source="left")

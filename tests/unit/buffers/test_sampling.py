@@ -265,7 +265,7 @@ def test_a_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         wanted = drawn(rb, 5)
         for wrong, text in (
             ({"_draws": state["_draws"] | {"seed": 2}}, "seed 2"),
-            ({"_sampler": {"alpha": 0.5}}, r"no state of a buffer with RandomSampler\(\)"),
+            ({"_sampler": {"alpha": 0.5}}, r"not a state of a buffer with RandomSampler\(\)"),
             ({"_transforms": {"0": {}}}, "the state is of transforms"),
             ({"_draws": state["_draws"] | {"last_id": 1000}}, "up to id 1000"),
             ({"_rng": given().get_state()}, "the state draws by a generator"),

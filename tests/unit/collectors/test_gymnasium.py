@@ -478,7 +478,7 @@ def test_a_closed_collector_says_so() -> None:
     collector.close()
     collector.close()
     assert rb.batches == []
-    with pytest.raises(StateError, match="this collector is closed; make a new one"):
+    with pytest.raises(StateError, match="this collector is closed; create a new one"):
         collector.collect(1)
     with pytest.raises(StateError):
         next(iter(collector))

@@ -75,6 +75,6 @@ def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:
 
 def test_memory_knows_the_same_names() -> None:
     rb = expstore.ReplayBuffer(storage=MemoryStorage(100), batch_size=4)
-    with pytest.raises(SchemaError, match="lanes"):
+    with pytest.raises(SchemaError, match="is the name of a lane"):
         rb.extend(batch(2), source="x//1")
     assert len(rb) == 0
