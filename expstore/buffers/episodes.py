@@ -110,7 +110,11 @@ class Episodes:
             >>> rb.episodes.annotate(3, success=True, operator="ada")
             {'success': True, 'operator': 'ada'}
         """
-        storage, changes = self._store.storage, pack_info(info)
+        changes, proxy = pack_info(info), self._store.proxy
+        if proxy is not None:
+            found: dict[str, Any] = json.loads(proxy.annotate(check_episode(episode_id), changes))
+            return found
+        storage = self._store.storage
         with storage.lock:
             writer = storage.writer()
             entry = self._store.catalog.find_episode(check_episode(episode_id))
@@ -167,7 +171,8 @@ class Episodes:
     def end(self, source: str | None = None, *, session: str | None = None) -> None:
         """End open episodes: they become `cut`, and truncated ones take no more rows.
 
-        Call it where an environment is reset without its last step saying so.
+        Call it where an environment is reset without its last step saying so. In a process that writes
+        through another one only episodes of its own session are ended.
 
         Args:
             source: Name of the stream; None: all open episodes, those of unnamed streams too.
@@ -177,6 +182,10 @@ class Episodes:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no episode is ended.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source)
+            return
         end_episodes(
             self._store.storage, source, session=None if session is None else remote_session(session)
         )
@@ -189,6 +198,10 @@ class Episodes:
             source: Name of the stream; None: all of them.
             unnamed: Without a source: only the unnamed stream.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source, unnamed=unnamed)
+            return
         key = self._store.storage.episodes.session if session is None else remote_session(session)
         if unnamed:
             end_unnamed(self._store.storage, key)
@@ -231,6 +244,9 @@ class Episodes:
                 gone.
             StorageError: The disk failed; nothing is adopted.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            return torch.from_numpy(proxy.resume(source, check=check))
         to = None if session is None else remote_session(session)
         return torch.from_numpy(resume(self._store.storage, source, session=to, check=check))
 

@@ -38,6 +38,7 @@ from expstore.buffers.retention import Retention
 from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling
+from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
@@ -74,9 +75,10 @@ class ReplayBuffer:
 
     Threads: any number may sample while others write; writers wait for one another. Processes: a store has
     one writer. In a forked child, and in a pickled copy (in a DataLoader's worker, say), the buffer is a
-    follower: it reads what the writer writes, and draws batches of its own. A copy of a buffer in RAM has
-    rows of its own. Crashes: on disk, rows of an `extend` that returned survive the process, and rows written
-    before a `flush` that returned survive the machine.
+    follower: it reads what the writer writes, and draws batches of its own. After `share` it also writes,
+    through the process that has the store open. A copy of a buffer in RAM has rows of its own. Crashes: on
+    disk, rows of an `extend` that returned survive the process, and rows written before a `flush` that
+    returned survive the machine.
 
     Args:
         storage: Where rows are kept, or a function that returns it; `MemoryStorage(1000)` by default.
@@ -101,6 +103,7 @@ class ReplayBuffer:
         rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
             wait for it. See `MinSize` and `SampleToInsertRatio`.
         as_numpy: Whether `sample` and iteration return NumPy arrays unless `sample` is told otherwise.
+        shared: Whether to call `share`, so that other processes can write through copies of the buffer.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted at their defaults, otherwise
             refused with the reason.
 
@@ -131,6 +134,7 @@ class ReplayBuffer:
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
         as_numpy: bool = False,
+        shared: bool = False,
         _style: RowStyle | None = None,
         **torchrl: Any,
     ) -> None:
@@ -152,8 +156,6 @@ class ReplayBuffer:
         stored = meta_of(opened).get(SAMPLE_METADATA)
         metadata = None if stored is None else decode_metadata(stored)
 
-        #: TorchRL's word for a buffer that other processes write to.
-        self.shared = False
         self._batch_size = check_batch_size(batch_size)
         self._as_numpy = as_numpy
         self._iterating = False  # `next` has returned a batch of the present pass
@@ -177,13 +179,16 @@ class ReplayBuffer:
         )  # fmt: skip
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._sharing = Sharing(store, self._ingest, self._updates)
         self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
+        if shared:
+            self.share()
 
     def _connect(self) -> None:
         """Attach the parts to the storage."""
-        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper):
+        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper, self._sharing):
             self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -786,7 +791,11 @@ class ReplayBuffer:
         Raises:
             StorageError: The disk failed; the store must be opened again.
         """
-        self._store.storage.writer().sync()
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.flush()
+        else:
+            self._store.storage.writer().sync()
 
     def refresh(self) -> None:
         """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
@@ -906,6 +915,7 @@ class ReplayBuffer:
     def close(self) -> None:
         """Flush, bring the index up to date for other programs, and release the store."""
         self._sampling.close()
+        self._sharing.stop()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -1050,6 +1060,7 @@ class ReplayBuffer:
         self._store.check_open()
         if not isinstance(storage, ReadView):
             raise TypeError(f"rows are kept by a Storage, not by {type(storage).__name__}")
+        self._sharing.stop()
         former = self._store.replace(storage)
         self._batches.set_collate(collate_fn)
         return former
@@ -1058,6 +1069,11 @@ class ReplayBuffer:
     def sampler(self) -> Any:
         """What chooses the rows of batches, as it was given."""
         return given(self._sampling.sampler)
+
+    @property
+    def _sampler(self) -> Any:
+        """The sampler, under the name by which TorchRL's collectors of several processes read it."""
+        return self.sampler
 
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; return the one before.
@@ -1139,7 +1155,40 @@ class ReplayBuffer:
     service_backend = property(torchrl_service.service_backend)
     start = torchrl_service.start
     client = torchrl_service.client
-    share = torchrl_service.share
+
+    @property
+    def shared(self) -> bool:
+        """Whether copies of the buffer in other processes may write; see `share`."""
+        return self._sharing.is_on
+
+    def share(self, shared: bool = True) -> Self:
+        """Let forked and pickled copies of the buffer write to the store, through this process.
+
+        `extend`, `add`, `record`, `update_priority` and the methods of `episodes` that annotate, end and
+        resume then return in the other process when this one has committed; `sample` and all other reads
+        follow the store there. Each process is a session of its own: its rows share no episode with those of
+        others, and if it dies its open episodes are cut. A thread of this process does the writing; `close`
+        ends it. Copies that were made before `share` only read.
+
+        Args:
+            shared: False: let no other process write any more.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            StateError: The rows are in RAM, or the store is open for reading only or closed.
+
+        Example:
+            >>> rb.share()
+            >>> torch.multiprocessing.spawn(collect, args=(rb,), nprocs=4)  # which calls rb.extend
+        """
+        if shared:
+            self._sharing.start()
+        else:
+            self._sharing.stop()
+        return self
+
     synchronize = torchrl_service.synchronize
     shutdown = torchrl_service.shutdown
 
