@@ -112,7 +112,11 @@ class Episodes:
             >>> rb.episodes.annotate(3, success=True, operator="ada")
             {'success': True, 'operator': 'ada'}
         """
-        storage, changes = self._store.storage, pack_info(info)
+        changes, proxy = pack_info(info), self._store.proxy
+        if proxy is not None:
+            found: dict[str, Any] = json.loads(proxy.annotate(check_episode(episode_id), changes))
+            return found
+        storage = self._store.storage
         with storage.lock:
             writer = storage.writer()
             entry = self._store.catalog.find_episode(check_episode(episode_id))
@@ -169,7 +173,8 @@ class Episodes:
     def end(self, source: str | None = None, *, session: str | None = None) -> None:
         """End open episodes: their status becomes `cut`. Truncated ones keep it, but get no more rows.
 
-        Call it when an environment is reset although its last step was not marked as done.
+        Call it when an environment is reset although its last step was not marked as done. In a process that
+        writes through another one only episodes of its own session are ended.
 
         Args:
             source: Name of the stream; None: all open episodes, also those of unnamed streams.
@@ -179,6 +184,10 @@ class Episodes:
             StateError: The store is closed, or open for reading only.
             StorageError: The disk failed; no episode is ended.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source)
+            return
         end_episodes(
             self._store.storage, source, session=None if session is None else remote_session(session)
         )
@@ -191,6 +200,10 @@ class Episodes:
             source: Name of the stream; None: all streams.
             unnamed: Without a source: end only the unnamed stream's.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            proxy.end(source, unnamed=unnamed)
+            return
         key = self._store.storage.episodes.session if session is None else remote_session(session)
         if unnamed:
             end_unnamed(self._store.storage, key)
@@ -233,6 +246,9 @@ class Episodes:
                 removed.
             StorageError: The disk failed; no episode is resumed.
         """
+        proxy = self._store.proxy
+        if proxy is not None and session is None:
+            return torch.from_numpy(proxy.resume(source, check=check))
         to = None if session is None else remote_session(session)
         return torch.from_numpy(resume(self._store.storage, source, session=to, check=check))
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tensordict import is_tensor_collection
@@ -19,6 +18,8 @@ from expstore.buffers.indexing import RowIndex
 from expstore.buffers.row_styles import RowStyle
 from expstore.buffers.sampling import Sampling
 from expstore.buffers.store_handle import StoreHandle, StorePart
+from expstore.buffers.write_options import WriteOptions
+from expstore.buffers.writing_proxy import WritingProxy
 from expstore.core import tuning
 from expstore.core.idempotency import WriteKey, Written, key_reused
 from expstore.core.rate_limiters import RateLimiter
@@ -29,7 +30,6 @@ from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.row_cells import Cells, compile_put, nest
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
-from expstore.episodes.sessions import SessionKey
 from expstore.errors import SchemaError, StateError
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.row_selection import pick
@@ -39,35 +39,13 @@ from expstore.storages.batch import now_us
 from expstore.storages.capabilities import RowAppending
 from expstore.storages.indexing import layout_of, prepare
 from expstore.storages.read_view import ReadView
-from expstore.storages.sessions import end_episodes, end_unnamed
+from expstore.storages.sessions import end_episodes, end_stream, end_unnamed
 from expstore.transforms import Compose
 from expstore.wire.codec import Codec
 from expstore.wire.tables import is_table, take_table
 from expstore.writers.writers import RoundRobinWriter, Writer
 
 __all__ = ["Ingest", "WriteOptions", "make_key"]
-
-
-class WriteOptions(NamedTuple):
-    """The options of a write.
-
-    Args:
-        source: Name of the stream; None: the session's unnamed stream.
-        info: Facts about the episodes of the rows, as JSON text.
-        key: The idempotency key; None: the write has none.
-        session: The writing session; None: the handle's own.
-        checks_domain: Whether to check values against the store's specs.
-        takes_priorities: Whether to set the priorities that come with the rows.
-        return_ids: Whether to return ids instead of indices.
-    """
-
-    source: str | None = None
-    info: str = ""
-    key: WriteKey | None = None
-    session: SessionKey | None = None
-    checks_domain: bool = False
-    takes_priorities: bool = False
-    return_ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +238,9 @@ class Ingest(StorePart):
             The index, or id, of each row; -1 for rows that were dropped. Shape `(n,)`.
         """
         storage, key = self._store.storage, options.key
+        proxy = self._store.proxy
+        if proxy is not None:
+            return self._append_by(proxy, storage, data, options, single=single)
         if key is not None and (known := _find_write(storage, key)) is not None and not known.dropped:
             return _numbers_of(storage, known, options.return_ids)
         batch = self._to_batch(storage, data, single=single)
@@ -268,6 +249,44 @@ class Ingest(StorePart):
         if self._limiter is None:
             return self._write(storage, batch, options)
         return self._write_in_time(storage, batch, options, self._limiter)
+
+    def append_batch(self, batch: Batch, options: WriteOptions, check: Callable[[], None]) -> IntArray:
+        """Append rows that are columns already; return the index, or id, of each. Shape `(n,)`.
+
+        Args:
+            batch: The rows.
+            options: What the write asks for besides.
+            check: Called now and then while the rate limiter makes the write wait; raises to give it up.
+        """
+        storage = self._store.storage
+        if self._limiter is None:
+            return self._write(storage, batch, options)
+        return self._write_in_time(storage, batch, options, self._limiter, check)
+
+    def _append_by(
+        self, proxy: WritingProxy, storage: ReadView, data: Any, options: WriteOptions, *, single: bool
+    ) -> IntArray:
+        """Append rows through the process that has the store open."""
+        for attempt in (1, 2):
+            if storage.schema is None:
+                storage.follow()
+            known = storage.schema
+            if known is not None and (self._readers is None or self._readers.schema is not known):
+                self._readers = self._make_readers(storage, known)
+            batch = self._to_batch(storage, data, single=single)
+            if batch is None or batch.count == 0:
+                return np.zeros(0, np.int64)
+            try:
+                numbers, outdated = proxy.append(batch, options, known)
+            except SchemaError:
+                storage.follow()
+                if attempt == 2 or storage.schema is known or self._transform.transforms:
+                    raise
+                continue  # the fields have changed: the values may have to become other dtypes
+            if outdated:
+                storage.follow()
+            return numbers
+        raise AssertionError("unreachable")
 
     def _to_batch(self, storage: ReadView, data: Any, *, single: bool) -> Batch | None:
         """Convert data to columns; None: a transform dropped the batch."""
@@ -285,11 +304,22 @@ class Ingest(StorePart):
         return self.read_columns(data, layout_of(storage, self._index.asked_time_dim), single=single)
 
     def _write_in_time(
-        self, storage: ReadView, batch: Batch, options: WriteOptions, limiter: RateLimiter
+        self,
+        storage: ReadView,
+        batch: Batch,
+        options: WriteOptions,
+        limiter: RateLimiter,
+        check: Callable[[], None] | None = None,
     ) -> IntArray:
         """Write a batch once the rate limiter permits it."""
+
+        def is_needless() -> bool:
+            if check is not None:
+                check()
+            return _is_known(storage, options.key)
+
         storage.writer()
-        with limiter.inserting(batch.count, needless=partial(_is_known, storage, options.key)):
+        with limiter.inserting(batch.count, needless=is_needless):
             return self._write(storage, batch, options)
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
@@ -322,6 +352,8 @@ class Ingest(StorePart):
             if options.takes_priorities:
                 priorities = self._style.priorities_in(sampler, readers.schema, columns)
             keyed = {} if key is None else {"key": replace(key, dropped=kept is not None)}
+            if options.restarts:
+                end_stream(writable, options.source, session=options.session)
             last = storage.state.window.last
             ids = self.writer.write(
                 writable, columns, steps, source=options.source, info=options.info, **keyed
@@ -333,6 +365,11 @@ class Ingest(StorePart):
             sampler.on_write(ids if run else ids[ids != -1])
         numbers = ids if options.return_ids else storage.geometry.indices_of(ids, run=run)
         return numbers if kept is None else _spread(numbers, kept)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a rate limiter may make a write wait."""
+        return self._limiter is not None
 
     # -- for recorders -----------------------------------------------------------------------------
 
@@ -353,10 +390,21 @@ class Ingest(StorePart):
                 f"rows of a {type(storage).__name__} are objects without fields, but a step has fields",
                 hint="use a LazyTensorStorage, a MemoryStorage, or expstore.open()",
             )
+        proxy = self._store.proxy
+        if proxy is not None:
+            layout = layout_of(storage, self._index.asked_time_dim)
+            proxy.fix_fields(self.read_columns(dict(row), layout, single=True))
+            storage.follow()
+            return storage.require_schema()
         with storage.lock:
             writable = storage.writer()
             layout = layout_of(storage, self._index.asked_time_dim)
             return self._prepare(writable, self.read_columns(dict(row), layout, single=True)).schema
+
+    def fix_fields_of(self, batch: Batch) -> None:
+        """Fix the fields by those of a batch, which is not written."""
+        with self._store.storage.lock:
+            self._prepare(self._store.storage.writer(), batch)
 
     def append_columns(self, batch: Batch, source: str | None) -> None:
         """Append rows whose columns are in the schema's order.
@@ -376,7 +424,10 @@ class Ingest(StorePart):
             batch = replace(changed, lanes=batch.lanes, lane_count=batch.lane_count)
         batch.linked = bool(storage.episodes.joins.awaiting)  # the first row must continue an adopted episode
         options = WriteOptions(source, takes_priorities=self._style.takes_priorities(None), return_ids=True)
-        if self._limiter is None:
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.append(batch, options, storage.schema)
+        elif self._limiter is None:
             self._write(storage, batch, options)
         else:
             self._write_in_time(storage, batch, options, self._limiter)
@@ -407,6 +458,8 @@ class Ingest(StorePart):
             schema: The fields of the rows.
             rows: Number of rows that are appended together.
         """
+        if self._store.proxy is not None:
+            return None
         return self._store.storage.writer().row_appender(schema, rows)
 
     def run_reader(self, schema: Schema, columns: Sequence[Array]) -> RunReader:
@@ -420,7 +473,10 @@ class Ingest(StorePart):
 
     def cut(self, source: str | None) -> None:
         """End the open episodes of a stream of this session; see `RecorderTarget.cut`."""
-        storage = self._store.storage
+        storage, proxy = self._store.storage, self._store.proxy
+        if proxy is not None:
+            proxy.end(source, unnamed=source is None)
+            return
         with storage.lock:
             table = storage.episodes
             if source is None:
@@ -439,20 +495,21 @@ class Ingest(StorePart):
             schema = storage.require_schema()
             if self._limiter is None and storage.draws.limits[1]:
                 storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
-            quick = (
-                is_plain(schema.form)
-                and not schema.variable
-                and storage.geometry.ndim == 1
-                and not self._index.time_dim
-            )
-            readers = _Readers(
-                schema,
-                StepReader(schema, storage.keys),
-                Intake(schema) if quick else None,
-                _RowIntake.over(storage, schema) if quick else None,
-            )
-            self._readers = readers
+            readers = self._readers = self._make_readers(storage, schema)
+            if readers.intake is not None:
+                readers = self._readers = replace(readers, rows=_RowIntake.over(storage, schema))
         return readers
+
+    def _make_readers(self, storage: ReadView, schema: Schema) -> _Readers:
+        """Return what reads rows of a schema, except single rows."""
+        is_quick = (
+            is_plain(schema.form)
+            and not schema.variable
+            and storage.geometry.ndim == 1
+            and not self._index.time_dim
+        )
+        steps = StepReader(schema, storage.keys)
+        return _Readers(schema, steps, Intake(schema) if is_quick else None, None)
 
     # -- data as columns -----------------------------------------------------------------------------
 

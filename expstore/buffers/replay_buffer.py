@@ -38,6 +38,7 @@ from expstore.buffers.retention import Retention
 from expstore.buffers.row_styles import PlainRows, RowStyle
 from expstore.buffers.sample_units import SampleUnit, check_unit
 from expstore.buffers.sampling import Sampling
+from expstore.buffers.sharing import Sharing
 from expstore.buffers.snapshots import Snapshots
 from expstore.buffers.store_handle import Life, StoreHandle
 from expstore.buffers.torch_dataset import RowKind, RowsDataset, SlicesDataset, make_dataset
@@ -74,7 +75,8 @@ class ReplayBuffer:
 
     Threads: any number may sample while others write; writers wait for one another. Processes: a store has
     one writer. In a forked child, and in a pickled copy (as in a worker of a DataLoader), the buffer is a
-    follower: it reads what the writer writes, and draws its own batches. A copy of a buffer in RAM has its
+    follower: it reads what the writer writes, and draws its own batches. After `share` it
+    also writes, through the process that has the store open. A copy of a buffer in RAM has its
     own rows. Crashes: on disk, rows survive the end of the process once `extend` has returned, and a power
     failure once a later `flush` has returned.
 
@@ -106,6 +108,7 @@ class ReplayBuffer:
         rate_limiter: How many rows may be sampled for each row that is written. `sample`, `extend` and `add`
             wait until it permits them. See `MinSize` and `SampleToInsertRatio`.
         as_numpy: Whether `sample` and iteration return NumPy arrays by default.
+        shared: Whether to call `share`, so that other processes can write through copies of the buffer.
         torchrl: Keywords of TorchRL's class that have no effect here: accepted with their default values,
             otherwise refused with the reason.
 
@@ -136,6 +139,7 @@ class ReplayBuffer:
         sample_unit: SampleUnit | None = None,
         rate_limiter: RateLimiter | None = None,
         as_numpy: bool = False,
+        shared: bool = False,
         _style: RowStyle | None = None,
         **torchrl: Any,
     ) -> None:
@@ -157,8 +161,6 @@ class ReplayBuffer:
         stored = meta_of(opened).get(SAMPLE_METADATA)
         metadata = None if stored is None else decode_metadata(stored)
 
-        #: TorchRL's attribute: whether other processes write to the buffer.
-        self.shared = False
         self._batch_size = check_batch_size(batch_size)
         self._as_numpy = as_numpy
         self._iterating = False  # whether `next` has returned a batch of the current pass
@@ -182,13 +184,16 @@ class ReplayBuffer:
         )  # fmt: skip
         self._rows = StoredRows(store, self._index, self._batches, self._ingest)
         self._updates = RowUpdates(store, self._index, self._sampling, self._ingest)
+        self._sharing = Sharing(store, self._ingest, self._updates)
         self._stats_keeper = StatsKeeper(store)
         self._batches.label_generations(placing.tracks_generations)
         self._connect()
+        if shared:
+            self.share()
 
     def _connect(self) -> None:
         """Attach the parts to the storage."""
-        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper):
+        for part in (self._ingest, self._batches, self._sampling, self._stats_keeper, self._sharing):
             self._store.add_part(part)
 
     # -- the two data paths ----------------------------------------------------------------------
@@ -800,7 +805,11 @@ class ReplayBuffer:
         Raises:
             StorageError: The disk failed; the store must be opened again.
         """
-        self._store.storage.writer().sync()
+        proxy = self._store.proxy
+        if proxy is not None:
+            proxy.flush()
+        else:
+            self._store.storage.writer().sync()
 
     def refresh(self) -> None:
         """Update what is derived from rows: `where` and `weight` of the sampler, and a follower's episodes.
@@ -921,6 +930,7 @@ class ReplayBuffer:
     def close(self) -> None:
         """Flush, update the index for other programs, and release the store."""
         self._sampling.close()
+        self._sharing.stop()
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -1066,6 +1076,7 @@ class ReplayBuffer:
         self._store.check_open()
         if not isinstance(storage, ReadView):
             raise TypeError(f"the storage must be a Storage, got a {type(storage).__name__}")
+        self._sharing.stop()
         former = self._store.replace(storage)
         self._batches.set_collate(collate_fn)
         return former
@@ -1074,6 +1085,11 @@ class ReplayBuffer:
     def sampler(self) -> Any:
         """The sampler, as it was given."""
         return given(self._sampling.sampler)
+
+    @property
+    def _sampler(self) -> Any:
+        """The sampler, under the name by which TorchRL's collectors of several processes read it."""
+        return self.sampler
 
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; return the previous one.
@@ -1155,7 +1171,40 @@ class ReplayBuffer:
     service_backend = property(torchrl_service.service_backend)
     start = torchrl_service.start
     client = torchrl_service.client
-    share = torchrl_service.share
+
+    @property
+    def shared(self) -> bool:
+        """Whether copies of the buffer in other processes may write; see `share`."""
+        return self._sharing.is_on
+
+    def share(self, shared: bool = True) -> Self:
+        """Let forked and pickled copies of the buffer write to the store, through this process.
+
+        `extend`, `add`, `record`, `update_priority` and the methods of `episodes` that annotate, end and
+        resume then return in the other process when this one has committed; `sample` and all other reads
+        follow the store there. Each process is a session of its own: its rows share no episode with those of
+        others, and if it dies its open episodes are cut. A thread of this process does the writing; `close`
+        ends it. Copies that were made before `share` only read.
+
+        Args:
+            shared: False: let no other process write any more.
+
+        Returns:
+            The buffer.
+
+        Raises:
+            StateError: The rows are in RAM, or the store is open for reading only or closed.
+
+        Example:
+            >>> rb.share()
+            >>> torch.multiprocessing.spawn(collect, args=(rb,), nprocs=4)  # which calls rb.extend
+        """
+        if shared:
+            self._sharing.start()
+        else:
+            self._sharing.stop()
+        return self
+
     synchronize = torchrl_service.synchronize
     shutdown = torchrl_service.shutdown
 

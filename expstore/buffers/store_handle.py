@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from expstore.buffers.retention import PolicyRunner, make_runner, stored_policy
+from expstore.buffers.writing_proxy import WritingProxy
 from expstore.errors import StateError
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import Origin
@@ -115,6 +116,8 @@ class StoreHandle:
         self._opened = opened
         self._parts: list[weakref.ref[StorePart]] = []
         self._opening = threading.RLock()
+        #: Writes through the process that has the store open; None: this process has it, or it is not shared.
+        self.proxy: WritingProxy | None = None
         #: The parent process's objects, kept because freeing DuckDB's memory here could write to its file.
         self._of_parent: _Opened | None = None
         if opened is not None:
@@ -175,6 +178,12 @@ class StoreHandle:
         if storage.closed:
             raise closed_error()
         return storage
+
+    def use_proxy(self, proxy: WritingProxy) -> None:
+        """Write through another process, which has the store open, from now on."""
+        self.proxy = proxy
+        if self._origin is not None:
+            self._origin = self._origin.shared()
 
     def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""
@@ -250,6 +259,8 @@ class StoreHandle:
         A second call does nothing.
         """
         opened = self._opened
+        if self.proxy is not None:
+            self.proxy.close()
         if opened is None:  # a follower that was never opened
             self._origin, self._life = None, Life.CLOSED
             return
@@ -279,6 +290,8 @@ class StoreHandle:
     def leave_parent(self) -> None:
         """Follow the store from now on instead of using the parent's storage; called in a forked child."""
         self._opening = threading.RLock()  # another thread of the parent may have held the previous one
+        if self.proxy is not None:
+            self.proxy.leave_parent()
         if self._origin is not None and self.life is not Life.CLOSED:
             self._origin = self._origin.in_fork()
             self._life = Life.FORKED

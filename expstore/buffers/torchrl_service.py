@@ -44,10 +44,10 @@ def client(self: _Self) -> _Self:
 
 
 def share(self: _Self, shared: bool = True) -> _Self:
-    """Return the buffer if `shared` is False. TorchRL's multi-process collectors pass True.
+    """Return an ensemble if `shared` is False.
 
     Args:
-        self: The buffer.
+        self: The ensemble.
         shared: Whether other processes need to write.
 
     Raises:
@@ -55,10 +55,9 @@ def share(self: _Self, shared: bool = True) -> _Self:
     """
     if shared:
         raise StateError(
-            "other processes cannot write to this buffer: a store has one writer, and a buffer that is "
-            "passed to a collector's worker could only read it",
-            hint="create the collector without replay_buffer= and extend the buffer by each batch, or use "
-            "Collector(..., replay_buffer=rb), which runs in this process",
+            "other processes cannot write to an ensemble",
+            hint="share() the buffer that they write to; or take Collector(..., replay_buffer=ensemble), "
+            "which runs in this process",
         )
     return self
 

@@ -26,6 +26,7 @@ from expstore.data.variable_rows import fit_values
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.schema.row_selection import pick
 from expstore.schema.schema import OBJECT, Field
+from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.read_view import ReadView
 from expstore.writers.writers import Writer
 
@@ -115,10 +116,27 @@ class RowUpdates:
             values = np.broadcast_to(values.reshape(-1), numbers.shape)
         if id is None and numbers.size and numbers.min() < 0:
             numbers, values = numbers[numbers != -1], values[numbers != -1]
+        proxy = self._store.proxy
+        if proxy is not None:
+            return proxy.set_priorities(numbers, check_priorities(values), by_id=id is not None)
+        return self.set_priorities(numbers, values, by_id=id is not None)
+
+    def set_priorities(self, numbers: IntArray, values: Array, *, by_id: bool) -> int:
+        """Set the priorities of rows that are still there; return how many were set.
+
+        Args:
+            numbers: Ids or indices. Shape `(n,)`.
+            values: One for each. Shape `(n,)`.
+            by_id: Whether numbers are ids.
+
+        Raises:
+            PriorityError: A value is negative, NaN or infinite; none was set.
+        """
+        storage = self._store.storage
         with storage.lock:
-            ids = numbers if id is not None else storage.geometry.ids_at(numbers, storage.window)
+            ids = numbers if by_id else storage.geometry.ids_at(numbers, storage.window)
             count = storage.writer().set_priorities(ids, values)
-        sampler.on_priority_update(storage, ids, values)
+        self._sampling.sampler.on_priority_update(storage, ids, values)
         return count
 
     def update_if_present(

@@ -85,11 +85,7 @@ VOID: dict[str, VoidKeyword] = {
     "sampler_device": VoidKeyword("priorities are drawn on the CPU, in microseconds", one_of(None, "cpu")),
     "service_backend": VoidKeyword(_SERVICE, one_of("direct")),
     "service_backend_options": VoidKeyword(_SERVICE, one_of(None)),
-    "shared": VoidKeyword(
-        "keep the rows on disk, expstore.open(path); other processes read them with mode='r', and a buffer "
-        "that is pickled or forked does so by itself",
-        one_of(False),
-    ),
+    "shared": VoidKeyword("share() one buffer on disk, not an ensemble of several", one_of(False)),
     "sync": VoidKeyword(
         "the store keeps the priorities; to sample while another process writes, open it with mode='r'",
         one_of(True),
@@ -138,10 +134,10 @@ VOID: dict[str, VoidKeyword] = {
 #: The void keywords of each kind of class.
 BUFFER = (
     *("checkpointer", "compilable", "delayed_init", "sampler_device", "service_backend"),
-    *("service_backend_options", "shared", "sync", "transport", "transport_options"),
+    *("service_backend_options", "sync", "transport", "transport_options"),
 )
 ENSEMBLE = (
-    *BUFFER,
+    *(*BUFFER, "shared"),
     *("consume_after_n_samples", "dim_extend", "pin_memory", "prefetch", "sample_unit", "sampler", "storage"),
     *("transform_factory", "writer"),
 )

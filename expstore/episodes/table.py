@@ -316,7 +316,7 @@ class EpisodeTable:
         known: Mapping[str, int] = {}
         if session is not None:
             known = session.unnamed if source is None else session.named
-        handle = f"@{key.id[:8]}" if key.remote else f"@{self.generation}"
+        handle = f"@{self.generation}" if key == self.session else f"@{key.id[:8]}"
         first = handle if source is None else source
         names = [first]
         if lanes > 1 or first not in known:

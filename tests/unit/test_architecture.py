@@ -127,6 +127,17 @@ FILE_EXCEPTIONS: dict[str, set[str]] = {
     "datasets.openx": {".open()", "pickle"},  # tarfile.open; pickle only where a user trusts the files
     "datasets.tensordict_folder": {"np.memmap"},  # of a file whose size was compared with its shape
     "datasets.vd4rl": {"np.load"},  # of such a file
+    "disk.message_socket": {"os.close", "os.geteuid"},  # of a descriptor that came by a socket
+    "disk.shared_memory": {
+        "fcntl",
+        "mmap",
+        "os.MFD_ALLOW_SEALING",
+        "os.MFD_CLOEXEC",
+        "os.close",
+        "os.fstat",
+        "os.ftruncate",
+        "os.memfd_create",
+    },  # memory without a file
     "sql.sandbox.confine": {".open()"},  # libc.open with O_PATH names a folder for Landlock and reads nothing
 }
 
