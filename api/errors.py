@@ -65,7 +65,7 @@ _WORDS = {
 
 
 class Refusal(errors.ExpStoreError):
-    """An error with a status that no class of the library's tree has.
+    """An error with an explicit HTTP status, for cases without an error class in the library.
 
     Args:
         status: The HTTP status.

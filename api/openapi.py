@@ -19,7 +19,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 ASKING = frozenset({"reading", "sampling", "asking"})
 #: Tag of routes that need no token.
 _OPEN = "open"
-#: Path that stands for all unknown paths, so that paths of unknown clients do not fill the memory.
+#: Stands for all unknown paths: otherwise arbitrary paths from clients could fill the memory.
 _UNKNOWN = "(none)"
 
 

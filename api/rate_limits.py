@@ -19,7 +19,7 @@ class Rates:
     Threads: the event loop's only.
 
     Args:
-        rate: Average requests per second; requests of one second, and at least one, may arrive at once.
+        rate: Average requests per second; up to one second's worth, at least one, may arrive at once.
     """
 
     def __init__(self, rate: float) -> None:

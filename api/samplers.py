@@ -131,7 +131,7 @@ class StreamingSlices(_Described):
 
 
 class Consuming(_Described):
-    """Draw every row a number of times, counted by the store over all clients."""
+    """Draw every row `max_sample_count` times, counted by the store over all clients."""
 
     kind: Literal["consuming"] = Field(description="Kind of the sampler.")
     max_sample_count: int = Field(1, ge=1, le=1 << 31, description="How often each row is drawn.")

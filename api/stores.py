@@ -126,9 +126,8 @@ class Served:
     def retire(self) -> None:
         """Accept no more requests, because the store will be deleted.
 
-        Call it in the event loop, where requests begin: no request can begin between the check and the end of
-            this
-        method.
+        Call it in the event loop, where requests begin. Then no request can begin between the check and the
+        end of this method.
 
         Raises:
             StateError: Requests or streams use the store (kind `in_use`).

@@ -389,7 +389,7 @@ async def resume_episodes(store: Store, asked: Resuming, session: Session = None
 
 @router.post("/stores/{name}/session", summary="Keep a session open", responses=problems())
 async def keep_session(store: Store, session: Session = None) -> Done:
-    """Keep the session in the header `X-Session` from ending because of silence."""
+    """Restart the timeout of the session in the header `X-Session`."""
     _named(session)
     return Done()
 

@@ -84,7 +84,7 @@ def facts_of(path: Path) -> dict[str, Any]:
 
 
 def _archive_facts(path: Path, noted: str) -> dict[str, Any]:
-    """Return the path of the archive, and its number of rows; None if the archive was moved."""
+    """Return the archive's path and its number of rows, which is None if the archive was moved."""
     from expstore.disk.files import Disk
     from expstore.maintenance import survey
     from expstore.storages.engine.archive import archive_path

@@ -57,7 +57,7 @@ def check_order(paths: Sequence[Path], query: str | None) -> tuple[Sequence[Path
 
 
 def _is_sql(text: str) -> bool:
-    """Return whether a text begins like a query; a path that begins so is taken for a query."""
+    """Return whether a text is a query: a keyword and further words. A path such as `select` is not one."""
     words = text.split(maxsplit=1)
     return len(words) > 1 and words[0].strip("(").lower() in _FIRST_WORDS
 

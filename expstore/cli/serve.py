@@ -52,7 +52,7 @@ _Hosts = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A host name that clients use for the server. May be repeated."),
 ]
-_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Refuse SQL.")]
+_NoSQL = Annotated[bool, typer.Option("--no-sql", help="Reject SQL queries.")]
 _Rate = Annotated[
     float | None,
     typer.Option(min=0.001, help="Maximum requests per second of one client; unlimited without it."),

@@ -36,7 +36,8 @@ _TITLES = {
 class Export:
     """An export in progress: its rows and its target.
 
-    Threads, processes: one. Crashes: an unfinished target keeps its temporary name and is removed later.
+    Threads, processes: one. Crashes: an unfinished target keeps its temporary name; the next export to the
+    same target removes it.
 
     Args:
         name: Name of the format.

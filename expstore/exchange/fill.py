@@ -373,7 +373,7 @@ def _tupled(value: Any) -> Any:
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:
-    """Open and close the store: every opening truncates open episodes that cannot be continued."""
+    """Open and close the store: opening it cuts the open episodes, which cannot be continued."""
     storage = open_storage(path, settings=Settings(on_sigterm="ignore"), disk=disk)
     catalog = Catalog(storage)
     storage.index.use(catalog)

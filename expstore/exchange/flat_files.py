@@ -198,7 +198,7 @@ class _Ends:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Map columns to fields, and name the column of episode names."""
+    """The mapping from columns to fields, and the column that identifies episodes."""
 
     columns: list[Column]
     fields: list[Field]
@@ -336,10 +336,10 @@ def from_stored(entry: Field, values: Array, count: int) -> Array:
 
 
 class _Cutter:
-    """Assign episodes and steps to rows. A new episode begins at a new name, or without names after an end
-    flag or a gap.
+    """Assign episodes and steps to rows.
 
-    The last row of a piece is held back, because only the next piece shows whether its episode continues.
+    A new episode begins at a new name; without names it begins after an end flag or a gap. The last row of a
+    piece is held back, because only the next piece shows whether its episode continues.
 
     Args:
         schema: The fields.
@@ -359,12 +359,12 @@ class _Cutter:
     def cut(
         self, columns: list[Array], named: IntArray | None, *, more: bool
     ) -> tuple[list[Array], IntArray, IntArray, Array]:
-        """Return the rows that are ready, their episodes and steps, and which are the last of an episode.
+        """Return the rows that are complete, their episodes and steps, and whether each ends its episode.
 
         Args:
-            columns: More rows. Shapes `(n, *row shape)`.
-            named: What their episodes are called, where that is known. Shape `(n,)`.
-            more: Others follow.
+            columns: Further rows. Shapes `(n, *row shape)`.
+            named: The numbers of their episodes, or None if the file has none. Shape `(n,)`.
+            more: Whether further rows follow.
         """
         episode, step = 0, 0
         if self._kept is not None:
@@ -388,7 +388,7 @@ class _Cutter:
         return [column[:-1] for column in columns], episodes[:-1], steps[:-1], last[:-1]
 
     def _begins(self, columns: Sequence[Array], named: IntArray | None) -> Array:
-        """Return which rows begin an episode that is not the one of the row before. Shape `(n,)`."""
+        """Return whether each row begins another episode than the previous row's. Shape `(n,)`."""
         begins = np.zeros(len(columns[0]), bool)
         if named is not None:
             begins[1:] = named[1:] != named[:-1]

@@ -53,7 +53,8 @@ def export_hdf5(
 ) -> Exported:
     """Write the readable rows to an HDF5 file with D4RL's names, ordered by episode.
 
-    Datasets are named as the arrays of `export_npz`; nested names are groups: `observations/pixels`.
+    The datasets have the names, dtypes and shapes of the arrays of `export_npz`; nested names are groups:
+    `observations/pixels`.
 
     Args:
         source: A buffer, or the path of a store, a snapshot or a folder of snapshots.

@@ -291,7 +291,7 @@ class Rows:
         storage = self.storage
         if storage.schema != self.schema:
             raise StateError("columns were added or dropped during the export", hint="export again")
-            # The process that writes the rows has newer priorities in memory than the column.
+        # The process that writes the rows has newer priorities in memory than the column.
         here = (
             []
             if storage.follows
@@ -328,7 +328,7 @@ def _choose_fields(schema: Schema, names: Sequence[str] | None) -> dict[int, Fie
 
 
 def _find_episodes(storage: ReadView, episodes: Sequence[int] | IntArray | str) -> IntArray:
-    """Return the ids of episodes, ascending."""
+    """Return the ids of the selected episodes, ascending."""
     if isinstance(episodes, str):
         found: IntArray = (
             _catalog(storage).episodes(episodes, None, None, None).arrow()["episode_id"].to_numpy()

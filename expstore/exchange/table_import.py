@@ -84,7 +84,7 @@ def import_parquet(
     Raises:
         NotFoundError: The source, or the parent folder of the store, does not exist.
         StorageError: A file cannot be read; or the disk failed or is full. Nothing is left behind.
-        SchemaError: A column cannot be a field (of this storage), or files have different columns.
+        SchemaError: A column cannot be a field of this storage, or files have different columns.
         StateError: The target exists, or would be inside a store.
         LockedError: Another process creates the store at the same time.
 
@@ -124,7 +124,7 @@ def import_arrow(
     Raises:
         NotFoundError: The source, or the parent folder of the store, does not exist.
         StorageError: The file cannot be read; or the disk failed or is full. Nothing is left behind.
-        SchemaError: A column cannot be a field (of this storage).
+        SchemaError: A column cannot be a field of this storage.
         StateError: The target exists, or would be inside a store.
         LockedError: Another process creates the store at the same time.
 

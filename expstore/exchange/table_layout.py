@@ -114,7 +114,7 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
 
 
 def _known(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
-    """Return the descriptions of fields in the metadata."""
+    """Return the metadata's description of each field, by key."""
     return {tuple(f["key"]): f for f in about.get("fields", ())}
 
 

@@ -1,5 +1,4 @@
-"""Convert variable-length columns between stores and Arrow tables: text, lists, structs, tensors of any
-shape.
+"""Convert variable-length columns between stores and Arrow tables: text, lists, structs and tensors.
 
 Used by the Parquet and Arrow formats. Files contain the same types as stores, except that bfloat16 becomes
 float32. This module handles single columns.
@@ -83,8 +82,7 @@ def plain_array(array: Any) -> Any:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the equivalent type that a field can have: storage types of extensions, values of dictionaries,
-    etc.
+    """Return the equivalent type that a field can have, without extension types, dictionaries and views.
 
     >>> str(plain_type(pa.list_(pa.dictionary(pa.int8(), pa.string_view()))))
     'list<item: string>'

@@ -255,7 +255,7 @@ class _Run:
 
     @classmethod
     def of(cls, storage: FollowerStorage, name: str, former: Sequence[_Run]) -> _Run:
-        """Read the state of a store that follows others.
+        """Read the state of a store whose rows come after those of the stores in `former`.
 
         Raises:
             LockedError: A process has the store open for writing.

@@ -140,7 +140,7 @@ class PackedFiles:
             yield number, turn, offset, size
 
     def _scan(self, file: File, shard: int, turn: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield the same for the intact chunks of a file without an index, skipping damaged bytes."""
+        """Yield number, turn, offset and length of the intact chunks in a file without an index."""
         at, stop, gap = 0, file.size(), False
         while at + HEADER_BYTES < stop:
             data = file.read(at, HEADER_BYTES + self._most)

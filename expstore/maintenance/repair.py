@@ -154,7 +154,7 @@ def _costs(inspection: Inspection, outcome: Outcome, drop_damaged: bool) -> list
 
 
 def _costs_rows(inspection: Inspection, column: str | None) -> bool:
-    """Return whether the damage in a column costs rows."""
+    """Return whether damage in a column means that rows are lost."""
     return any(finding.ids for finding in inspection.found if finding.column == column)
 
 

@@ -1,5 +1,4 @@
-"""Present columns to DuckDB that it cannot read directly: 16-bit floats, objects, damaged and packed columns,
-and variable-length fields.
+"""Convert columns that DuckDB cannot read directly: 16-bit floats, objects, packed and variable-length ones.
 
 Used by `expstore.sql.views` for stores that have such fields. It never copies a whole column.
 """
@@ -41,7 +40,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
 
     Args:
         raw: The columns that can be read directly, at least one.
-        half: Which of them are 16-bit floats: name -> "float16" or "bfloat16".
+        half: Columns of 16-bit floats, in `raw` or `packed`: name -> "float16" or "bfloat16".
         lost: Columns that cannot be read: name -> type and error.
         texts: Columns of objects, which are not in `raw`: name -> parts. Shapes `(n,)`.
         packed: Packed and variable-length columns, which are not in `raw` either: name -> how to read rows.
@@ -111,7 +110,7 @@ class ShownDataset(ds.InMemoryDataset):  # type: ignore[misc]
     def _unpacked(
         self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
     ) -> Iterator[pa.RecordBatch]:
-        """Add packed columns to the rows that pass `filter`."""
+        """Yield the rows that pass `filter`, with the packed columns added."""
         pace = _Pace([self._packed[name] for name in packed])
         first = 0
         for batch in batches:

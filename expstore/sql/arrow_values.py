@@ -1,6 +1,6 @@
 """Convert variable-length fields to types that DuckDB supports.
 
-Used by `expstore.sql.views`. DuckDB does not support 16-bit floats, and decimals of more than 38 digits:
+Used by `expstore.sql.views`. DuckDB does not support 16-bit floats, or decimals of more than 38 digits:
 these become 32-bit floats and text, at any depth of nested values. Other columns are not copied.
 """
 

@@ -42,8 +42,8 @@ class Delta:
         last_id: The newest readable id.
         low_id: Ids up to this one are no longer readable.
         time: When the delta was made, in microseconds since 1970 (UTC).
-        sources: (number, name, whether the user named it, generation, session, when that started, when it
-            ended or None) of each new or changed source.
+        sources: (number, name, whether the user named it, generation, session, start of the session, its end
+            or None) of each new or changed source.
         episodes: Columns of equal length, one row per new or changed episode: `episode_id`, `source`,
             `trajectory_id`, `start_time`, `end_time` (-1: still open), `length`, `last_id` (int64, times
             in microseconds), `has_trajectory`, `has_return` (bool), `return` (float64), `status` (0 open,
@@ -53,7 +53,7 @@ class Delta:
         live: `episode_id` and `live_rows`, int64: episodes whose number of readable rows may have
             changed.
         anew: Ids of episodes whose fragments in the index are replaced by those in `fragments`, int64. Rows
-            of these episodes were deleted.
+            of these episodes were removed.
         complete: Whether the delta contains the whole store and replaces the content of the index.
     """
 
@@ -98,7 +98,7 @@ def apply(con: duckdb.DuckDBPyConnection, delta: Delta) -> None:
 
     Args:
         con: A connection that nothing else uses, with no open transaction.
-        delta: What changed.
+        delta: The changes.
     """
     live, rest = _live_rows(con, delta)
     con.register("new_sources", _source_table(delta))
@@ -210,10 +210,9 @@ def rollback(con: duckdb.DuckDBPyConnection) -> None:
 
 
 def _live_rows(con: duckdb.DuckDBPyConnection | None, delta: Delta) -> tuple[IntArray, pa.Table]:
-    """Return the live rows of the changed episodes, and the live rows of the other episodes as a table.
+    """Return the number of live rows of each changed episode, and those of other episodes as a table.
 
-    A changed episode whose count is not in the delta keeps its count in the index, or has 0 without a
-    connection.
+    If the delta has no count for a changed episode, the index has it; without a connection it is 0.
     """
     ids = np.asarray(delta.episodes["episode_id"], np.int64)
     said = np.asarray(delta.live["episode_id"], np.int64)

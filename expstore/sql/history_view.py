@@ -15,7 +15,7 @@ from expstore.sql.views import ROW_COLUMNS, Relations
 
 __all__ = ["ARCHIVED", "SHOWN", "History"]
 
-#: The column that tells whether a row is only in the archive.
+#: The column that tells whether a row was evicted from the ring.
 ARCHIVED = "_archived"
 #: Column names of `history` that no field can have.
 SHOWN = (*ROW_COLUMNS, ARCHIVED)

@@ -79,13 +79,13 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
     return Relations(columns, window, storage.capacity, rows=own)
 
 
-def history_of(storage: ReadView, window: Window, archive_view: Beside) -> History:
+def history_of(storage: ReadView, window: Window, older: Beside) -> History:
     """Return the rows of a ring and of its archive; no row is in both.
 
     Args:
         storage: The ring.
         window: The readable ids of the ring.
-        archive_view: The archive, captured before `window` was read.
+        older: The archive, captured before `window` was read.
     """
     from expstore.sql.history_view import SHOWN, History
     from expstore.sql.index import Relations
@@ -95,8 +95,8 @@ def history_of(storage: ReadView, window: Window, archive_view: Beside) -> Histo
     if schema is None:
         return History(Relations(), Relations(), window.low, window.last)
     tops = call_tops(schema.keys, SHOWN)
-    held = replace(relations_of(storage, with_left(storage, window, archive_view.through)), tops=tops)
-    there = relations_of(archive_view.archive, archive_view.window).columns
+    held = replace(relations_of(storage, with_left(storage, window, older.through)), tops=tops)
+    there = relations_of(older.archive, older.window).columns
     ids = [replace(column, key=("_id",)) for column in there if column.key == ARCHIVED_ID]
     rows = [*ids, *(column for column in there[: len(ROW_FIELDS)] if column.key in _KEPT)]
     # The fields follow the row columns; a field of the archive may have the name of a row column.

@@ -113,17 +113,11 @@ class Catalog:
             with storage.lock if alone else contextlib.nullcontext():
                 archive = storage.archived() if "history" in sql.lower() else None
                 # Captured before the window is read, because rows move from the window to the archive.
-                archive_view = None if archive is None else Beside(archive)
+                older = None if archive is None else Beside(archive)
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
-                result = unmoved(
-                    storage, partial(self._answer, index, sql, params, window, archive_view, read)
-                )
-                low = (
-                    window.low
-                    if archive_view is None
-                    else with_left(storage, window, archive_view.through).low
-                )
+                result = unmoved(storage, partial(self._answer, index, sql, params, window, older, read))
+                low = window.low if older is None else with_left(storage, window, older.through).low
                 oldest = np.array([low + 1])
                 moved = (
                     changes != storage.changes.number
@@ -144,12 +138,12 @@ class Catalog:
         sql: str,
         params: Sequence[object] | Mapping[str, object] | None,
         window: Window,
-        archive_view: Beside | None,
+        older: Beside | None,
         read: Callable[[Any], Any] | None,
     ) -> Result:
         relations = relations_of(self._storage, window)
-        if archive_view is not None:
-            relations = replace(relations, history=history_of(self._storage, window, archive_view))
+        if older is not None:
+            relations = replace(relations, history=history_of(self._storage, window, older))
         return index.query(sql, params, relations, read)
 
     def find_episode(self, number: int) -> LogEntry:

@@ -68,7 +68,7 @@ class Coded:
 
     Args:
         schema: The fields.
-        batch_size: Batch size from the metadata; without it (), and it is the number of rows.
+        batch_size: Batch size from the metadata; (): the metadata has no batch size, use the number of rows.
         names: Names of the batch dims.
     """
 
@@ -181,7 +181,7 @@ class Codec:
 
         Args:
             batch: A record batch with a schema that `check` accepts.
-            memory: The writable memory that holds the batch: the result are views of it. None: the result are
+            memory: The writable memory that holds the batch: the columns are views of it. None: they are
                 copies.
 
         Returns:
@@ -200,8 +200,7 @@ class Codec:
         ]
 
     def buffers(self, arrow_schema: Any) -> list[int] | None:
-        """Return the buffer of a record batch with the values of each field; None if a field has several
-        buffers.
+        """Return the number of the buffer with each field's values; None if a field has several buffers.
 
         Args:
             arrow_schema: A schema that `check` accepts.
@@ -274,8 +273,8 @@ class Codec:
             batch_size: Batch size of the result; (): `(n,)`.
             names: Names of the batch dims.
 
-            Raises:
-                SchemaError: The number of rows does not match the batch size.
+        Raises:
+            SchemaError: The number of rows does not match the batch size.
         """
         count = len(columns[0])
         size = torch.Size(batch_size or (count,))

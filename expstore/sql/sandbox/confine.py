@@ -1,4 +1,4 @@
-"""Permanently restrict this process: memory, files, network, threads, and outliving its parent.
+"""Permanently restrict this process: limit memory, files, network and threads, and end it with its parent.
 
 Used by the child that runs untrusted SQL. Restrictions that the system does not support are reported, not
 silently skipped. It opens only the named folders, to pass them to the kernel.

@@ -213,8 +213,10 @@ class SqlWorker:
         }
 
     def stats(self) -> dict[str, Any]:
-        """Return counts of answered, rejected, killed and crashed statements, the children that run, and how
-        they are confined."""
+        """Return counts of answered, rejected, killed and crashed statements, and facts about the children.
+
+        These are the running children, and how they are confined.
+        """
         return self._pool.stats()
 
     def close(self) -> None:
@@ -424,7 +426,7 @@ class _Pool:
                 self._changed.notify_all()
 
     def ask(self, request: Mapping[str, Any]) -> Answer:
-        """Let a child answer a request."""
+        """Send a request to a child and return its answer."""
         child = self._take()
         keep = False
         began = time.monotonic()

@@ -150,7 +150,7 @@ def test_beside_torchrl(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="is a folder; give the path of a file"):
+    with pytest.raises(NotFoundError, match="is a folder, and a file is needed"):
         D4RLReader(tmp_path)
     with pytest.raises(NotFoundError, match="there is no file"):
         D4RLReader(tmp_path / "none.hdf5")
