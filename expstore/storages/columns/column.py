@@ -366,6 +366,10 @@ class Appender(RowWriter, Checkpointed):
         """Return the files and folders that an opening has written, each only once.
 
         The caller syncs them, then calls `synced` and `completed`.
+
+        Args:
+            low: All rows up to this id are removed.
+            gaps: Rows above `low` that are removed.
         """
 
     @abstractmethod

@@ -270,8 +270,8 @@ class WritableColumns(ColumnSet, Checkpointed):
         """Return the appended files that an opening has written; call `synced` and `completed` afterwards.
 
         Args:
-            low: All rows up to this id are deleted.
-            gaps: Rows above `low` that are deleted.
+            low: All rows up to this id are removed.
+            gaps: Rows above `low` that are removed.
         """
         dirty = [appender.begin_opening(low, gaps) for appender in self._appenders]
         self.new_folders.update(*(one.folders for one in dirty))

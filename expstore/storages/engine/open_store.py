@@ -79,7 +79,7 @@ class OpenStore(RowState):
         self.checksums = checksums
 
     def tombstones(self, slots: int | None) -> tuple[int, Gaps]:
-        """Return which rows were deleted permanently: all rows up to an id, and a set of rows above it.
+        """Return which rows were removed permanently: all rows up to an id, and a set of rows above it.
 
         Args:
             slots: Number of slots of a ring; None: the store is unbounded.

@@ -1,7 +1,7 @@
 """Decide which records of a journal are valid after a crash, and what must be redone.
 
-Used by the writer's opening, by readers of a store without a writer, and by verification. The order (see the
-crash rule in ARCHITECTURE.md): verify what was committed after the newest durable checkpoint, stop at the
+Used by the writer's opening, by readers of a store without a writer, and by verification. The order (see
+"Recovery" in docs/format.md): verify what was committed after the newest durable checkpoint, stop at the
 first batch that is not whole, reapply updates, rebuild the episodes. This module changes no file.
 """
 

@@ -1,6 +1,6 @@
 """Compaction: which segments are merged, and the bytes of the merged segment.
 
-Short batches are merged into long ones, and deleted rows are left out. Used by the writer of segments, for
+Short batches are merged into long ones, and removed rows are left out. Used by the writer of segments, for
 rows that a checkpoint covers. This module uses no files.
 """
 
@@ -100,13 +100,13 @@ def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) 
 
 
 def thinned(store: SegmentWriter, segment: Segment, low: int, gaps: Gaps) -> list[Array]:
-    """Return the bytes of a segment without its deleted rows, and without the end mark.
+    """Return the bytes of a segment without its removed rows, and without the end mark.
 
     Args:
         store: The segments.
         segment: One of them.
-        low: All rows up to this id were deleted.
-        gaps: Rows above `low` that were deleted.
+        low: All rows up to this id were removed.
+        gaps: Rows above `low` that were removed.
     """
     parts = [np.frombuffer(segment.widths.head, np.uint8)]
     near = gaps.between(segment.first - 1, segment.last)

@@ -93,7 +93,7 @@ class SegmentReader(Segments, FollowedPart):
             self._set_top(max(self.top, last))
 
     def have_left(self, ids: IntArray) -> Array:
-        """Return which rows were deleted; the writer records this before it removes files. Shapes `(n,)`."""
+        """Return which rows were removed; the writer records this before it removes files. Shapes `(n,)`."""
         store = self.folder.parent
         left: Array = Manifest.load(self._disk, store).gaps.holds(ids)
         # Read after the manifest: gaps that the manifest no longer lists are below `retired` by then.

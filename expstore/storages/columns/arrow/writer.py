@@ -70,7 +70,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         self._finished: list[Segment] = []  # sealed, but not synced yet
         self._marking: list[Segment] = []  # segments that the running checkpoint syncs
         self._marked = 0
-        self._low, self._gaps = 0, NO_GAPS  # all rows up to this id were deleted, and these
+        self._low, self._gaps = 0, NO_GAPS  # all rows up to this id were removed, and these
         self._unsound: set[Path] = set()  # segments with damaged batches, which are kept for a repair
         self.touched: set[File] = set()
         self.new_folders: set[Path] = set()
@@ -388,11 +388,11 @@ class SegmentWriter(Segments, WrittenPart, Appender):
     # -- checkpoints -----------------------------------------------------------------------------
 
     def note_left(self, low: int, gaps: Gaps) -> None:
-        """Record which rows are deleted, on disk already or with the next checkpoint.
+        """Record which rows are removed, on disk already or with the next checkpoint.
 
         Args:
-            low: All rows up to this id are deleted.
-            gaps: Rows above `low` that are deleted.
+            low: All rows up to this id are removed.
+            gaps: Rows above `low` that are removed.
         """
         self._low, self._gaps = low, gaps
 
@@ -447,7 +447,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             _logger.warning("segments of %s are not merged: %s", self.folder.parent, exc)
 
     def free(self, deleted: Deleted) -> set[File]:
-        """Free the space of deleted rows; no file is changed in place.
+        """Free the space of removed rows; no file is changed in place.
 
         No checkpoint may run meanwhile, because it could merge segments.
         """
@@ -456,9 +456,9 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         return set()
 
     def give_up(self) -> None:
-        """Free the space of rows whose deletion is durable; no sync may be running.
+        """Free the space of rows whose removal is durable; no sync may be running.
 
-        Segments without remaining rows are removed. A segment with at least half of its rows deleted is
+        Segments without remaining rows are removed. A segment with at least half of its rows removed is
         written again without them.
         """
         self._drop()
@@ -474,7 +474,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
             return [segment for segment in self.segments if segment.sealed and segment.file is None]
 
     def _live(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the number of rows of each segment that are not deleted."""
+        """Return the number of remaining rows of each segment."""
         first = np.array([max(segment.first, self._low + 1) for segment in segments], np.int64)
         last = np.array([segment.last for segment in segments], np.int64)
         left = self._gaps.counts(last) - self._gaps.counts(first - 1)
