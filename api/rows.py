@@ -22,10 +22,10 @@ from expstore.schema.schema import Field
 from expstore.wire.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
 from expstore.wire.stream import StreamWriter, read_batches, write_stream
 
-__all__ = ["answer_rows", "checked_ids", "taken_rows"]
+__all__ = ["answer_rows", "check_ids", "take_rows"]
 
 
-def taken_rows(
+def take_rows(
     served: Served, kind: str, body: bytearray, *, rows: int
 ) -> tuple[TensorDictBase, dict[str, Any]]:
     """Return the rows of a body, and what it says is to be done with them.
@@ -154,7 +154,7 @@ def answer_rows(
     return response
 
 
-def checked_ids(ids: Any) -> torch.Tensor:
+def check_ids(ids: Any) -> torch.Tensor:
     """Return ids as a request has them. Shape `(n,)`, int64.
 
     Raises:

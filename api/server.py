@@ -71,7 +71,7 @@ def serve(
         raise NotFoundError(
             f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
         )
-    family, address = _resolved(host, port)
+    family, address = _resolve(host, port)
     _check_token(settings, address)
     _allow_many_files()
     app = create_app(settings)
@@ -79,12 +79,12 @@ def serve(
         where = f"[{host}]" if ":" in host else host
         listening = Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
         server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
-        with _one_thread_each():
+        with _use_one_thread():
             server.run(sockets=[listener])
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Have a request computed by one thread: requests run side by side, and teams would wait for one another.
 
     Batches of images are drawn four times as fast by that on two busy cores. Python's threads take turns more
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         stores = self._app.state.stores
         if stores.single:
-            stores.served(stores.names()[0])
+            stores.get(stores.names()[0])
         await super().startup(sockets)
         self._ready()
 
@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:

@@ -18,8 +18,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import check_batch_size
-from expstore.buffers.batch_builder import along
-from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
+from expstore.buffers.batch_builder import repeat_along_dims
+from expstore.buffers.ensemble_batches import columns_of, cut, describe_rows, join, pairs
 from expstore.buffers.ensemble_routing import Route
 from expstore.buffers.ingest import make_key
 from expstore.buffers.open_streams import Tails
@@ -118,7 +118,7 @@ class ReplayBufferEnsemble:
             if storages is not None or samplers is not None or writers is not None:
                 raise RuntimeError("give buffers, or storages=, samplers= and writers=, not both")
             samplers = SamplerEnsemble(
-                *[rb.sampler for rb in _checked(rbs)],
+                *[rb.sampler for rb in _check_buffers(rbs)],
                 p=p,
                 sample_from_all=sample_from_all,
                 num_buffer_sampled=num_buffer_sampled,
@@ -127,7 +127,7 @@ class ReplayBufferEnsemble:
         else:
             if storages is None or samplers is None or writers is None:
                 raise TypeError("give buffers, or all of storages=, samplers= and writers=")
-            rbs = _assembled(storages, samplers, writers, collate_fns)
+            rbs = _assemble(storages, samplers, writers, collate_fns)
             self._collate_fns = None
         self._rbs = tuple(rbs)
         self._samplers = samplers
@@ -162,7 +162,7 @@ class ReplayBufferEnsemble:
             StateError: A transform has changed the shape, so that rows cannot be told from one another.
             ValueError: The batch cannot be cut into parts of one size.
         """
-        size = self._samplers.part_size(self._wanted(batch_size))
+        size = self._samplers.part_size(self._require_size(batch_size))
         with self._lock:
             numbers = self._choice()
             chosen = self._samplers.choose(lambda: self._counts(size), numbers)
@@ -179,7 +179,7 @@ class ReplayBufferEnsemble:
             with batch.unlock_():
                 for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
                     if key != "id":
-                        batch.set(key, along(info.get(key), batch))
+                        batch.set(key, repeat_along_dims(info.get(key), batch))
         found = (batch, info) if return_info else batch
         return to_arrays(found) if (self._as_numpy if as_numpy is None else as_numpy) else found
 
@@ -202,15 +202,15 @@ class ReplayBufferEnsemble:
         infos: list[Any] = [None] * chosen.size
         for member in np.unique(chosen).tolist():
             places = np.flatnonzero(chosen == member).tolist()
-            batch, told = self._drawn(member, size * len(places))
+            batch, told = self._draw_rows(member, size * len(places))
             for number, place in enumerate(places):
                 rows = slice(number * size, (number + 1) * size)
                 part = batch if len(places) == 1 else cut(batch, rows)
                 parts[place] = part if self._collate_fns is None else self._collate_fns[member](part)
-                infos[place] = told_of(told, rows, member, size)
+                infos[place] = describe_rows(told, rows, member, size)
         return parts, infos
 
-    def _drawn(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
+    def _draw_rows(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
         """Draw rows of a member, again where its sampler gives fewer at once."""
         batches, infos, missing = [], [], size
         while missing:
@@ -234,7 +234,7 @@ class ReplayBufferEnsemble:
         Raises:
             StateError: No batch size is known.
         """
-        size = self._wanted(batch_size)
+        size = self._require_size(batch_size)
         if size % self._samplers.num_buffer_sampled:
             return False
         part = size // self._samplers.num_buffer_sampled
@@ -257,7 +257,7 @@ class ReplayBufferEnsemble:
         """Return the next batch."""
         return self.sample()
 
-    def _wanted(self, batch_size: int | None) -> int:
+    def _require_size(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the ensemble")
@@ -488,9 +488,9 @@ class ReplayBufferEnsemble:
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             return self
         found = find_members(index, len(self), type(self).__name__)
-        return self._rbs[found] if isinstance(found, int) else self._some(found)
+        return self._rbs[found] if isinstance(found, int) else self._select_members(found)
 
-    def _some(self, numbers: list[int]) -> ReplayBufferEnsemble:
+    def _select_members(self, numbers: list[int]) -> ReplayBufferEnsemble:
         samplers, fns = self._samplers[numbers], self._collate_fns
         some = ReplayBufferEnsemble(
             *[self._rbs[number] for number in numbers],
@@ -665,14 +665,14 @@ def _joint(transform: Compose) -> Compose:
     return transform
 
 
-def _checked(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
+def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
     for rb in rbs:
         if not isinstance(rb, ReplayBuffer):
             raise TypeError(f"an ensemble is made of ReplayBuffers, not of {type(rb).__name__}")
     return rbs
 
 
-def _assembled(
+def _assemble(
     storages: StorageEnsemble,
     samplers: SamplerEnsemble,
     writers: WriterEnsemble,

@@ -102,7 +102,7 @@ class _RowIntake:
     appender: RowAppending
 
     @classmethod
-    def over(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
+    def for_storage(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
         """Return what takes the rows of a storage; None: it appends no single rows faster than batches."""
         appender = storage.row_appender(schema)
         if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
@@ -288,7 +288,7 @@ class Ingest(StorePart):
     ) -> IntArray:
         """Write a batch when the rate limiter lets it pass."""
         storage.writer()
-        with limiter.inserting(batch.count, needless=partial(_is_known, storage, options.key)):
+        with limiter.wait_to_insert(batch.count, needless=partial(_is_known, storage, options.key)):
             return self._write(storage, batch, options)
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
@@ -447,7 +447,7 @@ class Ingest(StorePart):
                 schema,
                 StepReader(schema, storage.keys),
                 Intake(schema) if quick else None,
-                _RowIntake.over(storage, schema) if quick else None,
+                _RowIntake.for_storage(storage, schema) if quick else None,
             )
             self._readers = readers
         return readers

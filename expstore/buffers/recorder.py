@@ -161,7 +161,7 @@ class Recorder:
             if self._lanes is None and self._ended:
                 self._ended[()] = False
                 return
-            valid = self._without_resets(valid)
+            valid = self._find_steps(valid)
         block, row = self._block, self._filled
         if block is None or not block.put_plain(
             row, observation, action, reward, next_observation, terminated, truncated, more
@@ -174,12 +174,12 @@ class Recorder:
         if valid is not None or self._lanes is not None:
             block.set_valid(row, valid)
         if self._skips_resets:
-            self._ended[...] = block.ended(row)
+            self._ended[...] = block.find_ended(row)
         self._filled = row + 1
         if self._filled == self._flush_steps:
             self.flush()
 
-    def _without_resets(self, valid: Any) -> Any:
+    def _find_steps(self, valid: Any) -> Any:
         """Return which lanes make a step that is no reset; None: there are no lanes."""
         if self._lanes is None:
             return valid
@@ -523,7 +523,7 @@ class _Block:
             raise SchemaError("valid= is for several lanes", hint="do not record what is no step")
         self._valid[at] = True if valid is None else valid
 
-    def ended(self, step: int) -> Array:
+    def find_ended(self, step: int) -> Array:
         """Return which lanes end an episode by a step that they make. Shape `(lanes,)`, or `()`."""
         ends: Array = self._terminated[step] | self._truncated[step]
         return ends if self._valid is None else ends & self._valid[step]

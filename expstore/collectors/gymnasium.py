@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.buffers.domain_checks import fitting
+from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.errors import SchemaError, StateError
@@ -131,7 +131,7 @@ class Collector:
         self._seed = seed
         self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
         self._action_leaves = _leaves(self._env.single_action_space, ("action",))
-        self._act = _RandomActions(self._env, seed) if policy is None else _ignoring_resets(policy)
+        self._act = _RandomActions(self._env, seed) if policy is None else _ignore_resets(policy)
         self._steps_per_lane = steps_per_lane
         self._block = self._new_block()
         lanes = self._env.num_envs
@@ -245,10 +245,10 @@ class Collector:
         elif self._mode is AutoresetMode.DISABLED and self._ended.any():
             # A copy: gymnasium takes the mask out of the dict and may keep it.
             fresh = self._env.reset(options={"reset_mask": self._ended.copy()})[0]
-            self._observation = self._merged(fresh)
+            self._observation = self._merge(fresh)
             self._ended = np.zeros_like(self._ended)
 
-    def _merged(self, fresh: Any) -> Any:
+    def _merge(self, fresh: Any) -> Any:
         """Return the present observations, with the ended lanes' ones out of `fresh`."""
         lanes, leaves = self._env.num_envs, self._observation_leaves
         merged = _columns(self._observation, leaves, lanes, "the environment")
@@ -287,7 +287,7 @@ class Collector:
         """
         self._described, rb = True, self._rb
         if isinstance(rb, ReplayBuffer) and rb.schema is not None and rb.specs is None:
-            found = fitting(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
+            found = select_specs(_specs_of(self._observation_leaves, self._action_leaves), rb.schema)
             if not found.is_empty():
                 rb.set_specs(found)
 
@@ -506,7 +506,7 @@ class _RandomActions:
         return _nest(self._space, ("action",), columns)
 
 
-def _ignoring_resets(policy: Callable[[Any], Any]) -> Callable[[Any, BoolArray], Any]:
+def _ignore_resets(policy: Callable[[Any], Any]) -> Callable[[Any, BoolArray], Any]:
     return lambda observation, resets: policy(observation)
 
 

@@ -109,7 +109,7 @@ class DrawState:
         self.replaced = False
         #: How often the number was set, and how many of these a checkpoint has kept.
         self.sets = self.sets_kept = 0
-        self._lock = (order or LockOrder()).ranked("draw", threading.Lock())
+        self._lock = (order or LockOrder()).rank_lock("draw", threading.Lock())
         self._sink = sink
         self._stream = stream
         self._source: Callable[[], RandomnessSource | None] = _no_source

@@ -44,10 +44,10 @@ class IdSet:
         if isinstance(runs, IdSet):
             return runs
         pairs = np.array(list(runs), np.int64).reshape(-1, 2)
-        return cls.merged(pairs[:, 0], pairs[:, 1])
+        return cls.merge(pairs[:, 0], pairs[:, 1])
 
     @classmethod
-    def merged(cls, first: _Ids, last: _Ids) -> IdSet:
+    def merge(cls, first: _Ids, last: _Ids) -> IdSet:
         """Return the ids of runs in any order, which may overlap. Shapes `(n,)`."""
         if not first.size:
             return NO_IDS
@@ -61,29 +61,24 @@ class IdSet:
     @classmethod
     def of_ids(cls, ids: _Ids) -> IdSet:
         """Return what holds these ids, given in any order. Shape `(n,)`."""
-        return cls.merged(ids, ids)
+        return cls.merge(ids, ids)
 
-    def joined(self, other: IdSet) -> IdSet:
+    def join(self, other: IdSet) -> IdSet:
         """Return what holds the ids of both."""
         if not other or not self:
             return self or other
-        return IdSet.merged(np.append(self.first, other.first), np.append(self.last, other.last))
+        return IdSet.merge(np.append(self.first, other.first), np.append(self.last, other.last))
 
-    def common(self, other: IdSet) -> IdSet:
+    def intersect(self, other: IdSet) -> IdSet:
         """Return what holds the ids that both do."""
         points = np.unique(np.concatenate([self.first, self.last + 1, other.first, other.last + 1]))
         first, last = points[:-1], points[1:] - 1
         both = self.holds(first) & other.holds(first)
-        return IdSet.merged(first[both], last[both])
+        return IdSet.merge(first[both], last[both])
 
-    def widened(self, ids: int) -> IdSet:
+    def widen(self, ids: int) -> IdSet:
         """Return the same runs, each so many ids longer at both ends."""
-        return IdSet.merged(self.first - ids, self.last + ids)
-
-    def shortened(self, ids: int) -> IdSet:
-        """Return the same runs, each so many ids shorter at its end; those that were no longer are gone."""
-        kept = self.last - ids >= self.first
-        return IdSet(self.first[kept], self.last[kept] - ids)
+        return IdSet.merge(self.first - ids, self.last + ids)
 
     def between(self, low: int, last: int) -> IdSet:
         """Return the runs that have ids above `low`, as they are, cut off behind `last`."""
@@ -92,7 +87,7 @@ class IdSet:
             return self
         return IdSet(self.first[kept], np.minimum(self.last[kept], last))
 
-    def shifted(self, shift: int) -> IdSet:
+    def shift(self, shift: int) -> IdSet:
         """Return the same runs, so many ids further on."""
         return IdSet(self.first + shift, self.last + shift)
 

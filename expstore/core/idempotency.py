@@ -122,7 +122,7 @@ class WriteKeys:
         number = self._numbers.get(key.name)
         if number is None:
             return None
-        _, rows, _, _, digest, first, time = ENTRY.unpack_from(self._ring, self._at(number))
+        _, rows, _, _, digest, first, time = ENTRY.unpack_from(self._ring, self._offset_of(number))
         if now - time > KEPT_US:
             return None
         found = Written(first, rows & ~_DROPPED, bool(rows & _DROPPED))
@@ -132,7 +132,7 @@ class WriteKeys:
 
     def note(self, key: WriteKey, first_id: int, count: int, time: int) -> None:
         """Know a key from now on; its rows are published."""
-        number, at = self.number, self._at(self.number)
+        number, at = self.number, self._offset_of(self.number)
         # Behind the last byte this makes it longer.
         self._ring[at : at + ENTRY.size] = pack_entry(number, key, first_id, count, time)
         self._numbers[key.name] = number
@@ -150,13 +150,13 @@ class WriteKeys:
         """
         self._ring, self._numbers, self._oldest, self.number = ring, numbers, oldest, number
 
-    def _at(self, number: int) -> int:
+    def _offset_of(self, number: int) -> int:
         return number % self.slots * ENTRY.size
 
     def _forget(self, now: int) -> None:
         """Forget keys that are one too many, or too old; a clock that was set back keeps some for longer."""
         while self._oldest < self.number:
-            entry = ENTRY.unpack_from(self._ring, self._at(self._oldest))
+            entry = ENTRY.unpack_from(self._ring, self._offset_of(self._oldest))
             name, time = entry[3], entry[6]
             if self.number - self._oldest <= self._kept and now - time <= KEPT_US:
                 return

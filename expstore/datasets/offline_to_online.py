@@ -149,7 +149,7 @@ class OfflineToOnlineReplayBuffer:
             batch = self._online.sample(size)
         else:
             drawn = self._offline.sample(offline, **self._options)
-            batch = _joined(drawn, self._online.sample(size - offline))
+            batch = _join(drawn, self._online.sample(size - offline))
         made = self._transform.forward(batch, self._numbers())
         return to_arrays(made) if (self._as_numpy if as_numpy is None else as_numpy) else made
 
@@ -274,7 +274,7 @@ def _fraction(offline_fraction: float) -> float:
     return float(offline_fraction)
 
 
-def _joined(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
+def _join(offline: TensorDictBase, online: TensorDictBase) -> TensorDictBase:
     """Return the rows of both, without what only one of them says of its rows."""
     parts = [offline, online]
     names = [{to_key(key) for key in part.keys(True, True)} for part in parts]

@@ -346,7 +346,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     @property
     def shared_init(self) -> bool:
         """Asked by collectors of several processes before the first rows: these cannot write."""
-        raise _other_process()
+        raise _build_process_error()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs, which follows the store.
@@ -356,7 +356,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
                 there.
         """
         if get_spawning_popen() is not None and self.buffer.storage.can_write:
-            raise _other_process()
+            raise _build_process_error()
         return self.__dict__ | {"_rng": None, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -366,7 +366,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         return f"{type(self).__name__}({self.buffer!r})"
 
 
-def _other_process() -> StateError:
+def _build_process_error() -> StateError:
     return StateError(
         "a store has one writer, and in another process this storage could only follow it: collectors of "
         "several processes cannot write to it there",

@@ -126,7 +126,7 @@ class ReplayBufferTrainer:
         if self.flatten_tensordicts:
             rows, batch = self._flat(batch)
         elif self.max_dims is not None:
-            rows = batch = _padded(batch, self.max_dims)
+            rows = batch = _pad(batch, self.max_dims)
         self.replay_buffer.extend(rows)
         return batch
 
@@ -277,7 +277,7 @@ def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:
     return isinstance(buffer, ReplayBuffer) and buffer.storage.description.flatten
 
 
-def _padded(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
+def _pad(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
     """Return a batch filled up with zeros; -1 stands for a dim that stays as it is."""
     shape = tuple(batch.batch_size)
     if len(sizes) != len(shape):

@@ -256,13 +256,15 @@ class StalenessAwareSampler(Sampler):
             QueryError: The filter cannot be computed.
         """
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._by_staleness(storage, batch_size, generator))
-        found = self._by_staleness(storage, batch_size, generator)
+            return self._draw_filtered(
+                storage, lambda: self._draw_by_staleness(storage, batch_size, generator)
+            )
+        found = self._draw_by_staleness(storage, batch_size, generator)
         if found is None:
-            raise self.nothing(storage)
+            raise self.build_no_rows_error(storage)
         return found
 
-    def _by_staleness(
+    def _draw_by_staleness(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         progress = self._consumer_version, self._max_staleness
@@ -346,7 +348,7 @@ class StalenessAwareSampler(Sampler):
                 )
             first, count, staleness = first[fresh], count[fresh], staleness[fresh]
         ask = self._weight_fn
-        weight = 1.0 / (staleness + 1.0) if ask is None else _asked(ask, staleness)
+        weight = 1.0 / (staleness + 1.0) if ask is None else _ask_weights(ask, staleness)
         some = weight > 0
         if not some.any():
             raise NotReadyError(
@@ -401,7 +403,7 @@ def _read_on(storage: ReadView, place: int, versions: _Versions, window: Window)
     return versions
 
 
-def _asked(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats) -> Floats:
+def _ask_weights(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats) -> Floats:
     """Return the weights that a user's function gives, the largest of them 1 or all 0. Shapes `(n,)`."""
     given = ask(torch.from_numpy(staleness.astype(np.float32)))
     weights: Floats = torch.as_tensor(given).detach().cpu().to(torch.float64).numpy()

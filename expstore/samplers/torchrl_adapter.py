@@ -23,7 +23,7 @@ from expstore.samplers.names import make_sampler
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["AdaptedSampler", "adapt", "chosen", "given"]
+__all__ = ["AdaptedSampler", "adapt", "to_selection", "unwrap"]
 
 
 def adapt(sampler: Any) -> Sampler:
@@ -48,7 +48,7 @@ def adapt(sampler: Any) -> Sampler:
     return AdaptedSampler(sampler)
 
 
-def given(sampler: Sampler) -> Any:
+def unwrap(sampler: Sampler) -> Any:
     """Return what the user gave to the buffer."""
     return sampler.sampler if isinstance(sampler, AdaptedSampler) else sampler
 
@@ -129,7 +129,7 @@ class AdaptedSampler(Sampler):
                 "info",
                 hint="return (index, {}); samplers of expstore itself also take a generator",
             )
-        return replace(chosen(storage, *drawn), progress=(int(ran_out),))
+        return replace(to_selection(storage, *drawn), progress=(int(ran_out),))
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Keep whether this was the last batch of a pass."""
@@ -200,7 +200,7 @@ class AdaptedSampler(Sampler):
         return repr(self.sampler)
 
 
-def chosen(storage: ReadView, index: Any, info: Any) -> Selection:
+def to_selection(storage: ReadView, index: Any, info: Any) -> Selection:
     """Return what code written for torchrl has chosen: rows by index, and what is said of them.
 
     Args:
@@ -213,7 +213,7 @@ def chosen(storage: ReadView, index: Any, info: Any) -> Selection:
         StateError: They are no integers.
     """
     ids = storage.geometry.ids_at(_numbers(storage, index), storage.window)
-    columns, marks, notes = _sorted_info(info, ids.size)
+    columns, marks, notes = _sort_info(info, ids.size)
     return Selection(ids, columns, marks=marks, notes=notes)
 
 
@@ -244,7 +244,7 @@ def _array(values: Any) -> Array:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _sorted_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
+def _sort_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
     """Return what is said of every row, what of it are flags below the root, and what is said beside it."""
     columns: dict[Key, Array] = {}
     marks: list[Mark] = []

@@ -162,7 +162,7 @@ class Schema:
                 row shape `()`.
             form: As the class has it.
         """
-        return cls([_named_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
+        return cls([_to_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -226,7 +226,7 @@ class Schema:
         """Return whether rows of another schema are laid out as those of this one: the order counts, too."""
         return other is not None and (self.fields, self.form) == (other.fields, other.form)
 
-    def grown(self, entry: Field, default: Array | None) -> Schema:
+    def grow(self, entry: Field, default: Array | None) -> Schema:
         """Return the schema with one more field, after the others.
 
         Args:
@@ -256,7 +256,7 @@ class Schema:
             )
         return Schema(rest, self.form, {name: value for name, value in self.late.items() if name != key})
 
-    def given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+    def find_given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Return the fields of these that rows bring which may lack late ones, in the schema's order.
 
         Raises:
@@ -315,9 +315,9 @@ class Schema:
         if partial:
             return [fitted[key] for key in keys]
         count = len(columns[0]) if columns else 0
-        return [fitted[key] if key in fitted else self._by_default(key, count) for key in self.keys]
+        return [fitted[key] if key in fitted else self._fill_default(key, count) for key in self.keys]
 
-    def _by_default(self, key: Key, count: int) -> Array:
+    def _fill_default(self, key: Key, count: int) -> Array:
         entry = self[key]
         return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
 
@@ -362,7 +362,7 @@ def arrow_dtype(text: str) -> str:
     return _ARROW + text
 
 
-def _named_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
+def _to_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
     """Return a field of a dtype as a batch's columns name it."""
     if dtype.startswith(_ARROW):
         return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))

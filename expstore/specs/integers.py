@@ -20,7 +20,7 @@ __all__ = [
     "draw_integers",
     "from_ordered",
     "in_order",
-    "saturated",
+    "saturate",
 ]
 
 #: Of these torch has little more than the storage: it neither compares nor draws them.
@@ -94,7 +94,7 @@ def as_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(array.view(array.dtype.str))
 
 
-def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def saturate(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return numbers as a dtype that may be smaller: what is too large becomes the largest.
 
     NaN becomes the smallest whole number.

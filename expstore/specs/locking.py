@@ -73,7 +73,7 @@ class Lockable:
         Raises:
             RuntimeError: It was locked together with one above it, which is locked still; nothing changed.
         """
-        below: list[Lockable] = list(self._all_below()) if recurse is not False else []
+        below: list[Lockable] = list(self._iterate_below()) if recurse is not False else []
         tree: list[Lockable] = [self, *below]
         for one in tree:
             above = [locker for ref in one._lockers if (locker := ref()) is not None and locker._is_locked]
@@ -86,10 +86,10 @@ class Lockable:
             one._is_locked, one._lockers = False, ()
         return self
 
-    def _all_below(self) -> Iterator[Lockable]:
+    def _iterate_below(self) -> Iterator[Lockable]:
         for branch in self._branches():
             yield branch
-            yield from branch._all_below()
+            yield from branch._iterate_below()
 
     def _check_unlocked(self) -> None:
         if self._is_locked:

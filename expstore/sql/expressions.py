@@ -216,7 +216,7 @@ class Conditions:
         empty = [no_rows(entry) for entry in known]
         columns = [*empty, *(np.empty(0, np.int64) for _ in rows)]
         facts = pa.table({name: pa.array([], _FACT_KINDS[name]) for name in self.facts})
-        with self._over(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
+        with self._attach_rows(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
             for option, text in self._texts():
                 found = cursor.sql(f"SELECT ({text}\n) FROM {source}")
                 kind = str(found.types[0])
@@ -234,7 +234,7 @@ class Conditions:
     def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
         """Raise QueryError if arrays are added: DuckDB appends them, which `memory_limit` does not count."""
         for path, subscripts in self._operands:
-            operand = ".".join(_quoted(part) for part in path) + "[1]" * subscripts
+            operand = ".".join(_quote(part) for part in path) + "[1]" * subscripts
             if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):
                 raise QueryError(
                     f"{self} computes with {key_name(path)}, which has several values per row",
@@ -264,7 +264,7 @@ class Conditions:
         where = "TRUE" if self.where is None else f"({self.where}\n)"
         weight = "1" if self.weight is None else f"({self.weight}\n)"
         mass = f"CASE WHEN {where} THEN coalesce(CAST({weight} AS DOUBLE), 0) ELSE 0 END"
-        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+        with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
         found, masses = (table.column(n).to_numpy() for n in range(2))
         if not np.array_equal(found, ids):  # a join may bring them in another order
@@ -284,7 +284,7 @@ class Conditions:
             )
 
     @contextlib.contextmanager
-    def _over(
+    def _attach_rows(
         self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
     ) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         """Give a cursor, and what to put behind FROM there."""
@@ -426,7 +426,7 @@ class Formula(Conditions):
         Raises:
             QueryError: DuckDB cannot compute the values, or a value is not a number or is missing.
         """
-        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+        with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
         found = table.column(0).to_numpy()
         values = _numbers(table.column(1), found, str(self.weight))
@@ -514,7 +514,7 @@ def _with_episodes(facts: Sequence[str]) -> str:
     )
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -552,7 +552,7 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
     """
     if not isinstance(text, str):
         raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
-    bare = _only_expression(cursor, text)
+    bare = _parse_only_expression(cursor, text)
     paths: set[Path] = set()
     called: set[str] = set()
     for node in _nodes(bare):
@@ -577,18 +577,18 @@ def parse_expression(text: str) -> dict[str, Any]:
         QueryError: It is not one expression, or is nested too deeply.
     """
     with duckdb.connect(":memory:", config={**CONFIG, "threads": "1"}) as con:
-        return _only_expression(con, text)
+        return _parse_only_expression(con, text)
 
 
-def _only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
+def _parse_only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
     """Return the tree of an expression that is one alone and one within brackets, as queries use it."""
     if "\0" in text:
         raise _refusal(text, "it holds a character without a meaning")
-    bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
+    bare, _ = _parse(cursor, text, f"SELECT {text}\n"), _parse(cursor, text, f"SELECT ({text}\n)")
     return bare
 
 
-def _parsed(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
+def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
     """Return the tree of the one expression that a SELECT without anything else asks for."""
     try:
         (answer,) = cursor.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()[0]
@@ -647,7 +647,7 @@ def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[s
             if kind == "scalar" and stability != "CONSISTENT":
                 raise _refusal(text, f"{name}() gives another answer another time")
             if kind == "macro":
-                for node in _nodes(_parsed(cursor, text, f"SELECT {body}")):
+                for node in _nodes(_parse(cursor, text, f"SELECT {body}")):
                     if node["class"] not in _PARTS:
                         raise _refusal(text, f"{name}() looks at more than its arguments")
                     if node["class"] == "COLUMN_REF" and node["column_names"][-1].lower() in _MOMENT:

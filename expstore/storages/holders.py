@@ -14,7 +14,7 @@ __all__ = ["Holder", "Holders"]
 class Holder(Protocol):
     """What holds a storage, and remembers how its rows are made."""
 
-    def _renewed(self, storage: Any) -> None:
+    def _note_renewal(self, storage: Any) -> None:
         """Note that a storage has another content."""
 
 
@@ -36,4 +36,4 @@ class Holders:
     def tell(self, storage: Any) -> None:
         """Tell all of them that a storage has another content."""
         for holder in list(self._known):
-            holder._renewed(storage)
+            holder._note_renewal(storage)

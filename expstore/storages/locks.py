@@ -27,10 +27,10 @@ class Locks:
         #: Ranks the locks of this storage.
         self.order = LockOrder()
         #: Held for a whole `extend`, so that batches come one after the other; brief acts do not take it.
-        self.extend = self.order.ranked("extend", FairLock())
+        self.extend = self.order.rank_lock("extend", FairLock())
         #: Held by the thread that writes.
-        self.storage = self.order.ranked("storage", threading.RLock())
+        self.storage = self.order.rank_lock("storage", threading.RLock())
         #: Held while rows are drawn by how often they were handed out, and while these counts change.
-        self.sampled = self.order.ranked("sampled", threading.RLock())
+        self.sampled = self.order.rank_lock("sampled", threading.RLock())
         #: Held while a record is appended and while episodes and window follow it.
-        self.episodes = self.order.ranked("episodes", threading.Lock())
+        self.episodes = self.order.rank_lock("episodes", threading.Lock())

@@ -67,7 +67,7 @@ class Runs:
     def __init__(self, storage: ReadView) -> None:
         # A follower's look may take the storage's lock, under which other threads look.
         self.lock: threading.RLock = (
-            storage.lock if storage.follows else storage.locks.order.ranked("runs", threading.RLock())
+            storage.lock if storage.follows else storage.locks.order.rank_lock("runs", threading.RLock())
         )
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
@@ -85,7 +85,7 @@ class Runs:
         Raises:
             StateError: The writer is so fast that a follower never sees episodes of rows that are left.
         """
-        storage = self._held()
+        storage = self._require_storage()
         if not storage.follows:
             return self._look(storage)
         for _ in range(_TRIES):
@@ -116,7 +116,7 @@ class Runs:
             self._known, self._window = known.of, known.window
             return known.window
 
-    def _held(self) -> ReadView:
+    def _require_storage(self) -> ReadView:
         storage = self._storage()
         if storage is None:
             raise StateError("the storage is gone")
@@ -153,7 +153,7 @@ class Runs:
         self._changes.clear()
         self.moves += 1
 
-    def changed_since(self, moves: int) -> IntArray | None:
+    def find_changed(self, moves: int) -> IntArray | None:
         """Return the runs that have changed since `moves` had this value.
 
         Returns:
@@ -216,14 +216,14 @@ class Runs:
 
         Rows may be overwritten while they are looked up: ask the storage's `intact` afterwards.
         """
-        storage = self._held()
+        storage = self._require_storage()
         # Not `read`, which may wait for the storage's lock: who has that may wait for this one's.
         (names,) = storage.take(storage.geometry.slot_of(ids), [self._names_place()])
         return self.table.locate(as_names(names.reshape(-1)), ids)
 
     def _names_place(self) -> int:
         """Return the position of the field whose values runs are ordered by."""
-        return len(self._held().require_schema().fields) + 1
+        return len(self._require_storage().require_schema().fields) + 1
 
 
 def as_names(values: Array) -> IntArray:

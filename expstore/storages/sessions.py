@@ -128,7 +128,7 @@ def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
         session: Which one; None: the own one.
     """
     with storage.lock:
-        _end(storage.writer(), storage.episodes.unnamed_sources(session or storage.episodes.session))
+        _end(storage.writer(), storage.episodes.find_unnamed_sources(session or storage.episodes.session))
 
 
 def _end(storage: Storage, numbers: Sequence[int] | None) -> None:

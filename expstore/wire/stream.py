@@ -73,7 +73,7 @@ class StreamWriter:
             SchemaError: It is of another schema than the first.
         """
         self._begin(batch.schema)
-        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
+        self._add(batch.serialize() if self._options.compression is None else self._pack(batch))
 
     def write_message(self, schema: Any, message: Any) -> None:
         """Add a record batch as it is sent: its buffers are not compressed.
@@ -96,7 +96,7 @@ class StreamWriter:
             raise SchemaError("the fields have changed since the stream began", kind="changed",
                               hint="ask for another stream")  # fmt: skip
 
-    def _packed(self, batch: Any) -> Any:
+    def _pack(self, batch: Any) -> Any:
         whole = write_stream(batch, compression=self._options.compression)
         head = len(batch.schema.serialize())
         return whole.slice(head, len(whole) - head - len(END))

@@ -126,7 +126,7 @@ class Reshaping:
     """
 
     def __init__(self, order: LockOrder) -> None:
-        self._lock = order.ranked("reshaping", threading.RLock())
+        self._lock = order.rank_lock("reshaping", threading.RLock())
         self._inside = False
 
     @contextmanager
@@ -178,7 +178,7 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
             f"{list(entry.shape)}",
             hint=f"give it shape {[*inner, '...']}",
         )
-    if keys_for(storage, schema.grown(entry, None)) != storage.keys:
+    if keys_for(storage, schema.grow(entry, None)) != storage.keys:
         raise SchemaError(
             f"field {name!r} would say what rows are to their episodes, which rows that are there do not",
             hint="give it another name",

@@ -55,7 +55,7 @@ class Health:
             )
 
     @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Refuse the block if an fsync has failed before; note if one fails in it.
 
         Other failures leave everything as it was: the next attempt finds the same to do.

@@ -105,7 +105,7 @@ class ColumnLayout:
         }
         return {**kept, "share_next": False} if self.share_next is False else kept
 
-    def filled(self, other: ColumnLayout) -> ColumnLayout:
+    def fill_from(self, other: ColumnLayout) -> ColumnLayout:
         """Return what this one says, and where it says nothing the other."""
         return ColumnLayout(
             self.layout or other.layout,
@@ -139,7 +139,7 @@ class ColumnLayout:
             if entry is None:
                 raise SchemaError(
                     f"fields= speaks of {name!r}, which is no field",
-                    hint=_anew(f"there are {', '.join(sorted(known))}"),
+                    hint=_add_recreate_hint(f"there are {', '.join(sorted(known))}"),
                 )
             packed = self._packing(entry, None) is not None
             _refuse_idle(f"field {name!r}: ", asked, packed=packed, fault=self._fault(entry, fields))
@@ -148,7 +148,7 @@ class ColumnLayout:
             if rows > most:
                 raise SchemaError(
                     f"field {name!r}: chunks of {rows} rows of {entry.row_bytes} bytes are too large",
-                    hint=_anew(
+                    hint=_add_recreate_hint(
                         f"a chunk has {MOST_BYTES >> 20} MiB and the rows of a ring at most: here {most}"
                     ),
                 )
@@ -172,15 +172,15 @@ class ColumnLayout:
             slots: How many rows a ring has; None: the store grows.
             reach: How many rows behind the oldest one stay, in a ring.
         """
-        shared = self._shared(fields) if slots is None or reach else frozenset()
+        shared = self._find_shared(fields) if slots is None or reach else frozenset()
         return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
 
     def reach(self, fields: tuple[Field, ...]) -> int:
         """Return how many rows behind the oldest one must stay for rows that lie with the next ones."""
-        shared = self._shared(fields)
+        shared = self._find_shared(fields)
         return max((reach_for(entry) for entry in fields if entry.key in shared), default=0)
 
-    def _shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
+    def _find_shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
         """Return the packed fields of which rows may lie with the next ones."""
         found = set()
         for entry in fields:
@@ -243,10 +243,10 @@ def ask_layout(
     """
     if layout is None and fields is None and share_next is None:
         return None
-    return ColumnLayout(layout, {} if fields is None else _by_name(fields), share_next)
+    return ColumnLayout(layout, {} if fields is None else _parse_fields(fields), share_next)
 
 
-def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
+def _parse_fields(fields: Any) -> dict[str, dict[str, Any]]:
     """Return the options of single fields, by their names; raise SchemaError if they are malformed."""
     form = "it is a dict like {'pixels': {'layout': 'packed'}}"
     if not isinstance(fields, Mapping):
@@ -272,15 +272,15 @@ def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: s
             raise SchemaError(
                 f"{whose}{option}={asked[option]!r} is of packed fields, and "
                 f"{'this one is' if whose else 'all of these are'} flat",
-                hint=_anew(f'leave {option} out, or ask for layout="packed"'),
+                hint=_add_recreate_hint(f'leave {option} out, or ask for layout="packed"'),
             )
     if asked.get("share_next") and fault is not None:
         raise SchemaError(
-            f"{whose}share_next=True has no meaning: {fault}", hint=_anew("leave share_next out")
+            f"{whose}share_next=True has no meaning: {fault}", hint=_add_recreate_hint("leave share_next out")
         )
 
 
-def _anew(hint: str) -> str:
+def _add_recreate_hint(hint: str) -> str:
     return f"{hint}; a store that was made already is made anew with mode='w', or in another folder"
 
 

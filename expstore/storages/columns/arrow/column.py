@@ -97,7 +97,7 @@ class SegmentFields(ReadTogether):
         """Return the rows as they are now; those up to an id need not be kept."""
         return SegmentCapture(self.segments, self.places, low)
 
-    def renumbered(self, number: Callable[[int], int | None]) -> SegmentFields:
+    def renumber(self, number: Callable[[int], int | None]) -> SegmentFields:
         """Return the fields with other places, all of which `number` returns."""
         places = (number(place) for place in self.places)
         return SegmentFields(self.segments, tuple(place for place in places if place is not None))

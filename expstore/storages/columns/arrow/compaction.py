@@ -19,7 +19,7 @@ from expstore.storages.columns.arrow.segments import Segment
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["merged", "thinned", "worth_merging"]
+__all__ = ["compact_segment", "merge_segments", "worth_merging"]
 
 #: So many segments of about the same length become one.
 TOGETHER = 8
@@ -82,7 +82,7 @@ def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Se
     return found
 
 
-def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
+def merge_segments(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
     """Return the bytes of a segment that holds the rows of these; its end is left out."""
     widths = store.widths_of(segments)
     parts = [np.frombuffer(widths.head, np.uint8)]
@@ -97,7 +97,7 @@ def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) 
     return parts
 
 
-def thinned(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
+def compact_segment(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
     """Return the bytes of a segment without the rows that have left; its end is left out.
 
     Args:
