@@ -40,11 +40,12 @@ test: .venv .venv/.loops  ## run the tests
 torture: .venv  ## kill it ten thousand times (an hour; what was cut short goes on)
 	$(BIN)/python -m tests.support.torture
 
-lint: .venv  ## check format, style, imports, types and the shape of the code
+lint: .venv  ## check format, style, imports, types, spelling and the shape of the code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy --strict expstore api
+	$(BIN)/codespell
 	$(BIN)/python -m tests.support.shape --check
 
 format: .venv  ## write the format, and the fixes that are safe

@@ -73,7 +73,7 @@ class Guard:
         self._check_host(host, server)
         if scope["method"] not in SAFE:
             check_origin(headers, host)
-        may = self._allowed(headers.getlist("authorization"), server)
+        may = self._find_role(headers.getlist("authorization"), server)
         scope["expstore.may"] = may
         if self._rates is not None:
             client = (scope.get("client") or ("", None))[0]
@@ -92,7 +92,7 @@ class Guard:
             raise Refusal(400, f"the server does not have the name {host[:100]!r}", kind="host",
                           hint="start the server with --allow-host NAME")  # fmt: skip
 
-    def _allowed(self, sent: list[str], server: str) -> str:
+    def _find_role(self, sent: list[str], server: str) -> str:
         """Return the permission that these Authorization headers grant; both tokens are always compared."""
         token, read_token = self._settings.token, self._settings.read_token
         if token is None and read_token is None:

@@ -20,8 +20,8 @@ __all__ = [
     "JSON",
     "NDJSON",
     "ROWS",
-    "accepted",
     "arrow_answer",
+    "choose_type",
     "compression_of",
     "content_type",
     "json_answer",
@@ -55,7 +55,7 @@ def content_type(request: Request) -> str:
     return found
 
 
-def _wanted(request: Request) -> list[tuple[float, str, dict[str, str]]]:
+def _parse_accept(request: Request) -> list[tuple[float, str, dict[str, str]]]:
     """Return the accepted types, as quality, type and parameters; without a header every type is accepted."""
     found = []
     for part in (",".join(request.headers.getlist("accept")).strip() or "*/*").split(","):
@@ -69,7 +69,7 @@ def _wanted(request: Request) -> list[tuple[float, str, dict[str, str]]]:
     return found
 
 
-def accepted(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> str:
+def choose_type(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> str:
     """Return the offered type that the client prefers.
 
     A type that the client names is preferred to one that only matches `*/*`. Without an Accept header the
@@ -78,7 +78,7 @@ def accepted(request: Request, offered: tuple[str, ...] = (JSON, ARROW)) -> str:
     Raises:
         Refusal: 406: the client accepts none of the types.
     """
-    wanted = _wanted(request)
+    wanted = _parse_accept(request)
 
     def rank(offer: str) -> tuple[float, int, int]:
         """Return the quality and the specificity of the best matching range, and the type's position."""
@@ -102,7 +102,7 @@ def compression_of(request: Request) -> str | None:
     Raises:
         Refusal: 406: the compression is unknown.
     """
-    for _, kind, params in _wanted(request):
+    for _, kind, params in _parse_accept(request):
         if kind == ARROW and "compression" in params:
             name = params["compression"].strip('"')
             if name == "none":

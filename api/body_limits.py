@@ -65,7 +65,7 @@ class _Body:
         """Raise Refusal if the Content-Length header exceeds the limit."""
         for name, value in self._scope["headers"]:
             if name == b"content-length" and int(value) > self._limit:
-                raise self._refused(_too_large(self._limit))
+                raise self._note_refusal(_build_size_refusal(self._limit))
 
     async def receive(self) -> Message:
         if self._scope["expstore.body_whole"]:
@@ -74,11 +74,11 @@ class _Body:
             raise self.refusal
         message = await self._next()
         if message["type"] == "http.disconnect":
-            raise self._refused(Refusal(400, "the body ended early"))
+            raise self._note_refusal(Refusal(400, "the body ended early"))
         self._found += len(message.get("body", b""))
         self._scope["expstore.bytes_in"] = self._found
         if self._found > self._limit:
-            raise self._refused(_too_large(self._limit))
+            raise self._note_refusal(_build_size_refusal(self._limit))
         self._scope["expstore.body_whole"] = not message.get("more_body", False)
         return message
 
@@ -91,7 +91,7 @@ class _Body:
             async with asyncio.timeout(max(0.0, min(self._seconds / 10, self._deadline - now))):
                 return await self._receive()
         except TimeoutError:
-            raise self._refused(Refusal(408, "the body did not arrive in time")) from None
+            raise self._note_refusal(Refusal(408, "the body did not arrive in time")) from None
 
     async def send(self, message: Message) -> None:
         if self.refusal is not None and not self.answered:
@@ -99,10 +99,10 @@ class _Body:
         self.answered = True
         await self._send(message)
 
-    def _refused(self, refusal: Refusal) -> Refusal:
+    def _note_refusal(self, refusal: Refusal) -> Refusal:
         self.refusal = refusal
         return refusal
 
 
-def _too_large(limit: int) -> Refusal:
+def _build_size_refusal(limit: int) -> Refusal:
     return Refusal(413, f"the body has more than {limit:,} bytes", hint="send less at once")

@@ -80,12 +80,12 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Process bytes; they do not extend the deadline of the current phase."""
         super().data_received(data)
-        self._enter(self._found_phase())
+        self._enter(self._find_phase())
 
     def on_response_complete(self) -> None:
         """Start the deadline of the next head, or of the rest of an unread body."""
         super().on_response_complete()
-        self._enter(self._found_phase())
+        self._enter(self._find_phase())
         self._watch_closing()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -93,7 +93,7 @@ class Connection(H11Protocol):
         super().timeout_keep_alive_handler()
         self._watch_closing()
 
-    def _found_phase(self) -> str:
+    def _find_phase(self) -> str:
         if self.transport.is_closing():
             return ""
         if self.cycle is not None and not self.cycle.response_complete:

@@ -66,8 +66,8 @@ def _session(x_session: SessionId = None) -> str | None:
 
 async def _store(request: Request, name: StoreName, x_session: SessionId = None) -> Served:
     stores, session = _stores(request), _session(x_session)
-    known = stores.known(name)
-    served = await anyio.to_thread.run_sync(stores.served, name) if known is None else known
+    known = stores.find_open(name)
+    served = await anyio.to_thread.run_sync(stores.get, name) if known is None else known
     if session is not None:
         served.heard.note(session)
     return served

@@ -127,10 +127,10 @@ def _of_tree(request: Request, exc: Exception) -> Response:
         message = "the store cannot be read or written; the server's log has the details"
         return answer(status, exc.kind, message)
     root = str(request.app.state.stores.root)
-    return answer(status, exc.kind, _without(root, exc.message), _without(root, exc.hint), headers)
+    return answer(status, exc.kind, _remove_root(root, exc.message), _remove_root(root, exc.hint), headers)
 
 
-def _without(root: str, text: str) -> str:
+def _remove_root(root: str, text: str) -> str:
     """Remove the path of the stores' folder from a message of the library: clients must not see it."""
     return text.replace(f"{root}/", "") if root != "." else text
 

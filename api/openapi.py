@@ -109,11 +109,11 @@ def _reading(route: Routed) -> Routed:
 def _read(path: str, acts: dict[str, Any]) -> tuple[re.Pattern[str], dict[str, Routed], Routed]:
     pieces = re.split(r"\{\w+\}", path)
     pattern = re.compile("[^/]+".join(re.escape(piece) for piece in pieces), re.DOTALL)
-    found = {method.upper(): _routed(path, method.upper(), act) for method, act in acts.items()}
+    found = {method.upper(): _build_route(path, method.upper(), act) for method, act in acts.items()}
     return pattern, found, Routed(path, Need.WRITE)
 
 
-def _routed(path: str, method: str, act: dict[str, Any]) -> Routed:
+def _build_route(path: str, method: str, act: dict[str, Any]) -> Routed:
     tags = set(act.get("tags", ()))
     reads = bool(tags) if method in SAFE else method == "POST" and bool(tags & ASKING)
     need = Need.NOTHING if _OPEN in tags else Need.READ if reads else Need.WRITE
@@ -126,6 +126,6 @@ def add_security(document: dict[str, Any]) -> None:
     document.setdefault("components", {})["securitySchemes"] = _SCHEMES
     for path, acts in document["paths"].items():
         for method, act in acts.items():
-            need = _routed(path, method.upper(), act).need
+            need = _build_route(path, method.upper(), act).need
             names = {Need.NOTHING: [], Need.READ: ["read", "write"], Need.WRITE: ["write"]}[need]
             act["security"] = [{name: []} for name in names]

@@ -58,19 +58,19 @@ class Watch:
         request = _Request(scope, send)
         self._metrics.in_flight.inc()
         try:
-            await self._answered(request, receive)
+            await self._run_app(request, receive)
         finally:
             self._metrics.in_flight.dec()
             self._note(request)
 
-    async def _answered(self, request: _Request, receive: Receive) -> None:
+    async def _run_app(self, request: _Request, receive: Receive) -> None:
         scope = request.scope
         try:
             await self._app(scope, receive, request.send)
         except asyncio.CancelledError:  # the server shuts down and does not wait any longer
             if request.status:
                 return  # uvicorn closes the connection, so that the client notices the incomplete response
-            await _stopped(scope["expstore.body_whole"])(scope, receive, request.send)
+            await _build_stopped_answer(scope["expstore.body_whole"])(scope, receive, request.send)
         except Exception:
             _log.exception("request %s", scope["request_id"])
             if request.status:
@@ -127,7 +127,7 @@ class _Request:
         await self._send(message)
 
 
-def _stopped(whole: bool) -> ASGIApp:
+def _build_stopped_answer(whole: bool) -> ASGIApp:
     """Return the response to a request that the shutdown interrupted."""
     if whole:
         message = "the server was stopped during the request, which may have been executed or not"

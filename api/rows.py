@@ -22,10 +22,10 @@ from expstore.schema.schema import Field
 from expstore.wire.codec import Codec, Coded, Encoder, join_columns, meaning_of, wishes_of
 from expstore.wire.stream import StreamWriter, read_batches, write_stream
 
-__all__ = ["answer_rows", "checked_ids", "taken_rows"]
+__all__ = ["answer_rows", "check_ids", "take_rows"]
 
 
-def taken_rows(
+def take_rows(
     served: Served, kind: str, body: bytearray, *, rows: int
 ) -> tuple[TensorDictBase, dict[str, Any]]:
     """Return the rows of a body, and the options in its metadata.
@@ -152,7 +152,7 @@ def answer_rows(
     return response
 
 
-def checked_ids(ids: Any) -> torch.Tensor:
+def check_ids(ids: Any) -> torch.Tensor:
     """Return the ids in a request as a tensor. Shape `(n,)`, int64.
 
     Raises:

@@ -199,13 +199,13 @@ class Drawers:
         if spec is None and where is None and seed is None:
             return self._rb.sample(batch_size)
         if self._limiter is None:
-            return self._drawn(spec, where, seed, number, batch_size)
+            return self._draw(spec, where, seed, number, batch_size)
         with self._limiter.sampling(batch_size) as count:
-            batch = self._drawn(spec, where, seed, number, batch_size)
+            batch = self._draw(spec, where, seed, number, batch_size)
             count(batch.numel())
         return batch
 
-    def _drawn(
+    def _draw(
         self, spec: Any, where: str | None, seed: int | None, number: int | None, batch_size: int
     ) -> Any:
         if isinstance(spec, str) and spec in _PLAIN and spec not in self._named:
@@ -215,7 +215,7 @@ class Drawers:
                 raise Refusal(
                     422, "a named sampler has its own where and seed: leave where, seed and draw out"
                 )
-            named, storage = self.named(spec), self._rb.storage
+            named, storage = self.find(spec), self._rb.storage
             if named.storage is not storage:
                 storage.drain()  # otherwise small batches would become visible a moment later
             return named.sample(batch_size)
@@ -272,9 +272,9 @@ class Drawers:
                     f"there are already {_KEPT} named samplers", hint="delete one first, with DELETE"
                 )
             sampler = self._sampler(spec, where)
-            self._named[name] = wanted, self._made(spec, sampler, seed)
+            self._named[name] = wanted, self._build(spec, sampler, seed)
 
-    def _made(self, spec: Any, sampler: Sampler, seed: int | None) -> TensorDictReplayBuffer:
+    def _build(self, spec: Any, sampler: Sampler, seed: int | None) -> TensorDictReplayBuffer:
         storage = self._rb.storage
         if isinstance(spec, Consuming):
             if storage.follows:
@@ -288,7 +288,7 @@ class Drawers:
         # Passes belong to this sampler alone: it opens the store as another process would.
         return expstore.open(self._path, mode="r", sampler=sampler, seed=seed)
 
-    def named(self, name: str) -> TensorDictReplayBuffer:
+    def find(self, name: str) -> TensorDictReplayBuffer:
         """Return the buffer that draws with a named sampler.
 
         Raises:
@@ -310,7 +310,7 @@ class Drawers:
         Raises:
             NotFoundError: There is no sampler of this name.
         """
-        buffer = self.named(name)
+        buffer = self.find(name)
         with self._lock:
             self._named.pop(name, None)
         if buffer.storage is self._rb.storage:
@@ -322,7 +322,7 @@ class Drawers:
         """Return the named samplers: name -> description as JSON."""
         return {name: wanted[0] for name, (wanted, _) in sorted(self._named.items())}
 
-    def written(self) -> None:
+    def note_write(self) -> None:
         """Notify the samplers that draw from the same storage that rows were written."""
         for _, buffer in list(self._named.values()):
             if buffer.storage is self._rb.storage:

@@ -72,7 +72,7 @@ def serve(
         raise NotFoundError(
             f"{settings.path} is neither a store nor a folder of stores", hint="create it first"
         )
-    family, address = _resolved(host, port)
+    family, address = _resolve(host, port)
     _check_token(settings, address)
     _allow_many_files()
     app = create_app(settings)
@@ -80,12 +80,12 @@ def serve(
         where = f"[{host}]" if ":" in host else host
         listening = Listening(f"http://{where}:{listener.getsockname()[1]}", app.state.stores.names())
         server = _Server(configure(app, settings), app, lambda: ready(listening), stopping)
-        with _one_thread_each():
+        with _use_one_thread():
             server.run(sockets=[listener])
 
 
 @contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Use one thread per request: requests run in parallel, and thread pools would wait for one another.
 
     This draws batches of images four times as fast on two busy cores. Python's thread switch interval is
@@ -131,7 +131,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         stores = self._app.state.stores
         if stores.single:
-            stores.served(stores.names()[0])
+            stores.get(stores.names()[0])
         await super().startup(sockets)
         self._ready()
 
@@ -158,7 +158,7 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def _resolved(host: str, port: int) -> tuple[socket.AddressFamily, str]:
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, str]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as exc:

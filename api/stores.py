@@ -1,6 +1,6 @@
 """The stores of a server: found by name below one folder, opened once, closed with the server.
 
-Used by the routes, through `served`. Names never lead out of the folder. Only the library accesses files.
+Used by the routes, through `get`. Names never lead out of the folder. Only the library accesses files.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ class Served:
             raise Refusal(
                 503, f"too many requests are waiting for store {self.name!r}", hint="ask again later"
             )
-        with self._counted():
+        with self._count_request():
             return await anyio.to_thread.run_sync(act, limiter=self._workers)
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_request(self) -> Iterator[None]:
         self._requests += 1
         try:
             yield
@@ -112,7 +112,7 @@ class Served:
             Refusal: 503.
         """
         until, pause = anyio.current_time() + seconds, _FIRST_PAUSE
-        with self._counted():
+        with self._count_request():
             while True:
                 try:
                     return await self.run(act)
@@ -133,11 +133,11 @@ class Served:
             StateError: Requests or streams use the store (kind `in_use`).
         """
         if self._retired:
-            raise _in_use(self.name, "another request deletes it")
+            raise _build_in_use_error(self.name, "another request deletes it")
         if self.streams.borrowed_tokens:
-            raise _in_use(self.name, f"{self.streams.borrowed_tokens} streams read from it")
+            raise _build_in_use_error(self.name, f"{self.streams.borrowed_tokens} streams read from it")
         if self._requests:
-            raise _in_use(self.name, f"{self._requests} requests use it")
+            raise _build_in_use_error(self.name, f"{self._requests} requests use it")
         self._retired = True
 
     def check_sessions(self) -> None:
@@ -145,7 +145,7 @@ class Served:
         sessions = self.rb.episodes.remote_sessions()
         if sessions:
             self._retired = False
-            raise _in_use(self.name, f"{len(sessions)} sessions write to it")
+            raise _build_in_use_error(self.name, f"{len(sessions)} sessions write to it")
 
     @property
     def sql(self) -> SqlWorker:
@@ -200,7 +200,7 @@ class Served:
         Raises:
             StateError: The store has no fields yet, because nothing was written.
         """
-        return self.codec.having(names)
+        return self.codec.with_fields(names)
 
 
 class Stores:
@@ -235,11 +235,11 @@ class Stores:
             _name_of(path) for path in found if _NAME.fullmatch(_name_of(path)) and self._is_store(path)
         )
 
-    def known(self, name: str) -> Served | None:
+    def find_open(self, name: str) -> Served | None:
         """Return a store if it is open, otherwise None."""
         return self._open.get(name)
 
-    def served(self, name: str) -> Served:
+    def get(self, name: str) -> Served:
         """Return a store; open it if necessary.
 
         Raises:
@@ -249,7 +249,7 @@ class Stores:
         with self._lock:
             if name not in self._open:
                 path = self._path(name)
-                self._open[name] = self._opened(name, path)
+                self._open[name] = self._open_store(name, path)
             return self._open[name]
 
     def create(self, name: str, options: dict[str, Any]) -> Served:
@@ -266,14 +266,14 @@ class Stores:
             raise Refusal(400, f"{name[:120]!r} is not a name for a store", kind="name",
                           hint="use at most 100 letters, digits, '.', '_' and '-'")  # fmt: skip
         with self._lock:
-            if name in self._open or self._found(name) is not None:
+            if name in self._open or self._find(name) is not None:
                 raise StateError(f"there is already a store {name!r}", kind="exists", hint="use another name")
             path = self.root / f"{name}{_SUFFIX}"
             if self._disk.is_link(path):  # a link could lead anywhere
                 raise StateError(
                     f"{path.name!r} is a link, not a store", kind="exists", hint="use another name"
                 )
-            self._open[name] = self._opened(name, path, mode="x", **options)
+            self._open[name] = self._open_store(name, path, mode="x", **options)
             return self._open[name]
 
     async def delete(self, name: str) -> None:
@@ -301,7 +301,7 @@ class Stores:
         disk = Disk()
         with self._lock:
             if self._open.get(name) is not served:
-                raise _in_use(name, "another request opened or deleted it")
+                raise _build_in_use_error(name, "another request opened or deleted it")
             if served is not None:
                 served.check_sessions()
                 self._close_deleted(served)
@@ -353,7 +353,7 @@ class Stores:
                 except ExpStoreError as exc:
                     _log.error("store %s: %s", served.name, exc)
 
-    def _opened(self, name: str, path: Path, **options: Any) -> Served:
+    def _open_store(self, name: str, path: Path, **options: Any) -> Served:
         if self._ending:
             raise Refusal(503, "the server is being shut down")
         options.setdefault("mode", "r" if self._settings.read_only else "a")
@@ -366,12 +366,12 @@ class Stores:
             if name != _name_of(self._settings.path):
                 raise _unknown(name)
             return self._settings.path
-        path = self._found(name) if _NAME.fullmatch(name) and ".." not in name else None
+        path = self._find(name) if _NAME.fullmatch(name) and ".." not in name else None
         if path is None:
             raise _unknown(name)
         return path
 
-    def _found(self, name: str) -> Path | None:
+    def _find(self, name: str) -> Path | None:
         for path in (self.root / f"{name}{_SUFFIX}", self.root / name):
             if self._is_store(path):
                 return path
@@ -386,7 +386,7 @@ def _name_of(path: Path) -> str:
     return path.name.removesuffix(_SUFFIX)
 
 
-def _in_use(name: str, why: str) -> StateError:
+def _build_in_use_error(name: str, why: str) -> StateError:
     return StateError(
         f"store {name!r} is in use: {why}", kind="in_use",
         hint="end the streams, close the connections that write, then delete it again",

@@ -62,12 +62,12 @@ def check_condition(text: str) -> str:
     for character in text:  # the parser drops redundant brackets, but recurses into them
         depth += (character in "([{") - (character in ")]}")
         if depth > _DEPTH:
-            raise _too_deep()
+            raise _build_depth_refusal()
     waiting = [(parse_expression(text), 1)]
     while waiting:
         node, depth = waiting.pop()
         if depth > _DEPTH:
-            raise _too_deep()
+            raise _build_depth_refusal()
         waiting += [(child, depth + 1) for child in _children(node)]
     return text
 
@@ -132,5 +132,5 @@ def _name_of(node: dict[str, Any]) -> str:
     return f"{meaning}, {kind}" if meaning else str(kind)
 
 
-def _too_deep() -> Refusal:
+def _build_depth_refusal() -> Refusal:
     return Refusal(422, f"the condition is nested more than {_DEPTH} levels deep", kind="query")

@@ -49,17 +49,17 @@ def attach(package: str) -> tuple[Callable[[str], object], Callable[[], list[str
             else:
                 value = getattr(importlib.import_module(home), attribute)
         else:
-            raise AttributeError(_missing(package, name, read()), obj=sys.modules[package])
+            raise AttributeError(_describe_missing(package, name, read()), obj=sys.modules[package])
         setattr(sys.modules[package], name, value)
         return value
 
-    def listed() -> list[str]:
+    def list_names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *read()})
 
-    return load, listed
+    return load, list_names
 
 
-def _missing(package: str, name: str, known: Iterable[str]) -> str:
+def _describe_missing(package: str, name: str, known: Iterable[str]) -> str:
     """Return the error message for a missing name, with the most similar known name if there is one."""
     import difflib
 

@@ -22,7 +22,7 @@ from expstore.buffers.sample_units import check_unit
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core.arguments import check_whole, refuse_unknown
 from expstore.core.retention_policy import Retain
-from expstore.core.values import Key, given_key, key_name
+from expstore.core.values import Key, check_key, key_name
 from expstore.disk.files import Disk, ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.disk.writer_lock import WriterLock, read_owner
@@ -178,9 +178,9 @@ def open(
         durability="sync" if lasting.sync else "process", min_free_bytes=lasting.min_free_bytes,
         on_sigterm=lasting.on_sigterm,
     ).with_retention(retain, archive)  # fmt: skip
-    keep = _undone(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
-    with keep, _undone(path, mode) as new:
-        rb = _in_buffer(
+    keep = _undo_on_error(archive, "a") if isinstance(archive, Path) else contextlib.nullcontext()
+    with keep, _undo_on_error(path, mode) as new:
+        rb = _wrap_in_buffer(
             _open_storage(path, capacity, settings), sampler=sampler, writer=writer, batch_size=batch_size,
             as_numpy=out.as_numpy, device=out.device, prefetch=out.prefetch, pin_memory=out.pin_memory,
             generator=out.generator, sample_unit=out.sample_unit, rate_limiter=out.rate_limiter,
@@ -218,7 +218,7 @@ def _split_specs(
     """Replace each spec in a dict of types by its type, and collect the specs in `specs` by full key."""
     types: dict[Any, Any] = {}
     for name, value in given.items():
-        key = (*path, *given_key("each key of schema", name))
+        key = (*path, *check_key("each key of schema", name))
         if isinstance(value, Mapping | Composite):
             types[name] = _split_specs(value, key, specs)
         elif isinstance(value, TensorSpec):
@@ -235,7 +235,7 @@ def _split_specs(
 
 
 @contextlib.contextmanager
-def _undone(path: Path, mode: Mode) -> Iterator[bool]:
+def _undo_on_error(path: Path, mode: Mode) -> Iterator[bool]:
     """Delete the store that this block creates if the block fails; yield whether it will create one."""
     disk = Disk()
     if mode == "r" or (mode == "a" and disk.exists(path / MANIFEST)):
@@ -346,7 +346,7 @@ def _open_storage(path: Path, capacity: int | None, settings: Settings) -> ReadV
     return kept
 
 
-def _in_buffer(kept: ReadView, **keywords: Any) -> TensorDictReplayBuffer:
+def _wrap_in_buffer(kept: ReadView, **keywords: Any) -> TensorDictReplayBuffer:
     try:
         return TensorDictReplayBuffer(storage=kept, with_ids=True, **keywords)
     except BaseException:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from expstore.core.nearest import suggest
-from expstore.core.values import given_key
+from expstore.core.values import check_key
 from expstore.errors import ArgumentError, SchemaError
 from expstore.schema.field_roles import DONE_REDUCTIONS, REWARD_REDUCTIONS
 from expstore.storages.engine.open_settings import COMPRESSIONS, STORAGES
@@ -187,12 +187,12 @@ class EpisodeKeys:
     def __post_init__(self) -> None:
         for name in ("traj", "reward"):
             if (key := getattr(self, name)) is not None:
-                given_key(name, key)
+                check_key(name, key)
         if self.done is not None:
             if not isinstance(self.done, list | tuple):
                 raise ValueError(f"done must be a list of keys, got {self.done!r}; for one key, use [key]")
             for key in self.done:
-                given_key("each key of done", key)
+                check_key("each key of done", key)
             object.__setattr__(self, "done", tuple(self.done))
         for name, known in (("reward_reduce", REWARD_REDUCTIONS), ("done_reduce", DONE_REDUCTIONS)):
             if (value := getattr(self, name)) not in (None, *known):

@@ -49,7 +49,7 @@ async def readyz(request: Request) -> Readiness:
     stores = request.app.state.stores
     if stores.single:
         name = stores.names()[0]
-        served = await anyio.to_thread.run_sync(lambda: stores.served(name))
+        served = await anyio.to_thread.run_sync(lambda: stores.get(name))
         return Readiness(status="ok", stores={name: len(served.rb)})
     return Readiness(status="ok", stores={served.name: len(served.rb) for served in stores.open_now()})
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field
 
 from expstore.api.auth import check_origin
-from expstore.api.bodies import ARROW, JSON, accepted, arrow_answer, json_answer, to_json
+from expstore.api.bodies import ARROW, JSON, arrow_answer, choose_type, json_answer, to_json
 from expstore.api.dependencies import SQL_ANSWER, TABLE_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
@@ -43,7 +43,7 @@ async def episodes(
     ] = None,
 ) -> Response:
     """List episodes ordered by id, also those whose rows are not in the store any more."""
-    kind = accepted(request)
+    kind = choose_type(request)
     where = ["episode_id > $after"]
     params: dict[str, Any] = {"after": after}
     for name, value in (("source", source), ("status", status)):
@@ -92,8 +92,8 @@ async def sql(request: Request, store: Store, limits: Limits, asked: Question) -
     limited; the header `X-Truncated` says whether the result was cut.
     """
     _check(limits)
-    kind = accepted(request)
-    return await store.run(lambda: _asked(store, limits, asked, kind))
+    kind = choose_type(request)
+    return await store.run(lambda: _run_query(store, limits, asked, kind))
 
 
 @router.get("/stores/{name}/sql", summary="Query SQL by a URL", responses=SQL_ANSWER | problems(406, 504))
@@ -118,8 +118,8 @@ async def sql_by_url(
     # Without this, a page of another site could measure how long queries take, and learn about rows.
     check_origin(request.headers, request.headers["host"])
     _check(limits)
-    asked, kind = Question(query=q, params=None, limit=limit), accepted(request)
-    return await store.run(lambda: _asked(store, limits, asked, kind))
+    asked, kind = Question(query=q, params=None, limit=limit), choose_type(request)
+    return await store.run(lambda: _run_query(store, limits, asked, kind))
 
 
 def _check(limits: Settings) -> None:
@@ -127,7 +127,7 @@ def _check(limits: Settings) -> None:
         raise Refusal(403, "this server does not answer SQL", hint="it was started with --no-sql")
 
 
-def _asked(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
+def _run_query(store: Served, limits: Settings, asked: Question, kind: str) -> Response:
     rows = limits.sql_rows if asked.limit is None else min(asked.limit, limits.sql_rows)
     size = limits.max_answer if kind == ARROW else limits.max_answer // _JSON_TIMES
     found = store.sql.query(asked.query, asked.params, rows=rows, size=size)

@@ -12,10 +12,10 @@ from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from expstore.api.bodies import JSON, accepted, compression_of
+from expstore.api.bodies import JSON, choose_type, compression_of
 from expstore.api.dependencies import ROWS_ANSWER, Known, Limits, Store, problems
 from expstore.api.request_models import RequestModel
-from expstore.api.rows import answer_rows, checked_ids
+from expstore.api.rows import answer_rows, check_ids
 from expstore.buffers.read_limits import limit_reads
 
 router = APIRouter(tags=["reading"])
@@ -81,8 +81,8 @@ class Ids(RequestModel):
 )
 async def rows(request: Request, store: Store, limits: Limits, asked: Ids) -> Response:
     """Return the rows with these ids, in the same order; 404 if one of them is not in the store."""
-    kind, compression = accepted(request), compression_of(request)
-    ids = checked_ids(asked.ids)
+    kind, compression = choose_type(request), compression_of(request)
+    ids = check_ids(asked.ids)
 
     def read() -> Response:
         with limit_reads(limits.max_answer, text=kind == JSON):
@@ -101,7 +101,7 @@ async def trajectory(
     episode: Annotated[int, Path(ge=0, lt=1 << 63, description="Id of the episode.", examples=[1])],
 ) -> Response:
     """Return the rows of an episode that are in the store, ordered by step."""
-    kind, compression = accepted(request), compression_of(request)
+    kind, compression = choose_type(request), compression_of(request)
 
     def read() -> Response:
         with limit_reads(limits.max_answer, text=kind == JSON):

@@ -15,7 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from tensordict import TensorDictBase
 
-from expstore.api.bodies import ARROW, NDJSON, accepted, compression_of, rows_to_json
+from expstore.api.bodies import ARROW, NDJSON, choose_type, compression_of, rows_to_json
 from expstore.api.dependencies import BATCHES_ANSWER, ROWS_ANSWER, Limits, Store, problems
 from expstore.api.errors import Refusal
 from expstore.api.request_models import RequestModel
@@ -83,7 +83,7 @@ def _check(asked: Asked, limits: Settings) -> float:
     return min(asked.wait, limits.wait_seconds)
 
 
-def _drawing(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Any]:
+def _make_draw(store: Served, asked: Asked, limits: Settings, kind: str) -> Callable[[int], Any]:
     """Return a function that draws a batch, given its number from 0."""
 
     def draw(number: int) -> Any:
@@ -104,8 +104,8 @@ async def sample(request: Request, store: Store, limits: Limits, asked: Asked) -
     The batch has the fields, `id` and `index`; prioritized samplers add `priority_weight`. Status 409 with
     kind `not_ready`: there are too few rows, even after `wait` seconds.
     """
-    kind, compression = accepted(request), compression_of(request)
-    seconds, draw = _check(asked, limits), _drawing(store, asked, limits, kind)
+    kind, compression = choose_type(request), compression_of(request)
+    seconds, draw = _check(asked, limits), _make_draw(store, asked, limits, kind)
     return await store.run_patiently(lambda: answer_rows(draw(0), kind, compression, store.encoder), seconds)
 
 
@@ -120,9 +120,9 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
 
     The server's limit of bytes applies to each batch, not to the stream.
     """
-    kind = accepted(request, (NDJSON, ARROW))
+    kind = choose_type(request, (NDJSON, ARROW))
     seconds = _check(asked, limits)
-    drawing = _drawing(store, asked, limits, kind)
+    drawing = _make_draw(store, asked, limits, kind)
     batches = (
         _ArrowBatches(store.encoder, compression_of(request))
         if kind == ARROW
@@ -132,7 +132,7 @@ async def stream(request: Request, store: Store, limits: Limits, asked: AskedStr
     if store.streams.available_tokens < 1:
         raise Refusal(503, f"too many streams read from store {store.name!r}", hint="ask again later")
     first = await store.run_patiently(parts.next, seconds)  # an error must come before the status is sent
-    sent = _sent(request, store, parts, first, limits.wait_seconds)
+    sent = _send_parts(request, store, parts, first, limits.wait_seconds)
     return StreamingResponse(sent, media_type=kind)
 
 
@@ -220,7 +220,7 @@ class _Parts:
         return self._batches.take()
 
 
-async def _sent(
+async def _send_parts(
     request: Request, store: Served, parts: _Parts, first: bytes | memoryview, seconds: float
 ) -> AsyncIterator[bytes | memoryview]:
     """Yield the parts of a stream; the next part is made while one is sent.

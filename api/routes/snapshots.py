@@ -74,7 +74,7 @@ class Which(RequestModel):
     version: int | str | None = Field(None, description="Number or tag; null: the newest.")
 
 
-def _made(version: Version) -> Made:
+def _to_model(version: Version) -> Made:
     return Made(**{name: getattr(version, name) for name in Made.model_fields})
 
 
@@ -82,7 +82,7 @@ def _made(version: Version) -> Made:
 async def versions(store: Store) -> Versions:
     """List the snapshots in the store's own folder, the oldest first."""
     found = await store.run(lambda: expstore.versions(store.path))
-    return Versions(versions=[_made(version) for version in found])
+    return Versions(versions=[_to_model(version) for version in found])
 
 
 @changing.post(
@@ -98,7 +98,7 @@ async def dumps(store: Store, asked: Tag) -> Made:
         tag = asked.tag
         return store.rb.dumps(store.path / OWN_FOLDER) if tag is None else store.rb.snapshots.tag(tag)
 
-    return _made(await store.run(make))
+    return _to_model(await store.run(make))
 
 
 @changing.post("/stores/{name}/loads", summary="Restore a snapshot", responses=problems(408, 413, 415, 507))

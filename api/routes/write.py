@@ -20,7 +20,7 @@ from expstore.api.dependencies import Known, Limits, Session, Store, StoreName, 
 from expstore.api.errors import Refusal
 from expstore.api.examples import FIELDS
 from expstore.api.request_models import RequestModel
-from expstore.api.rows import checked_ids, taken_rows
+from expstore.api.rows import check_ids, take_rows
 from expstore.api.stores import Served
 from expstore.errors import SchemaError
 
@@ -186,7 +186,7 @@ async def extend(
     The response is sent when the rows survive a crash of the server's process.
     """
     seconds = min(wait, limits.wait_seconds)
-    return await _written(request, store, limits.max_rows, source, seconds, idempotency_key, session)
+    return await _write(request, store, limits.max_rows, source, seconds, idempotency_key, session)
 
 
 @router.post(
@@ -207,10 +207,10 @@ async def add(
 ) -> Written:
     """Append one row: an Arrow stream of one row, or JSON with a list of one value per field."""
     seconds = min(wait, limits.wait_seconds)
-    return await _written(request, store, 1, source, seconds, idempotency_key, session)
+    return await _write(request, store, 1, source, seconds, idempotency_key, session)
 
 
-async def _written(
+async def _write(
     request: Request,
     store: Served,
     rows: int,
@@ -223,7 +223,7 @@ async def _written(
     kind, key = content_type(request), _key_of(header)
     body = await read_body(request)
     written = await store.run_patiently(
-        lambda: _extended(store, kind, body, source, rows, key, session), seconds
+        lambda: _extend(store, kind, body, source, rows, key, session), seconds
     )
     request.scope["expstore.rows_in"] = written.count
     return written
@@ -243,7 +243,7 @@ def _key_of(header: str | None) -> bytes | None:
     return key
 
 
-def _extended(
+def _extend(
     store: Served,
     kind: str,
     body: bytearray,
@@ -253,7 +253,7 @@ def _extended(
     session: str | None,
 ) -> Written:
     digest = None if key is None else _digest(kind, body, source)
-    data, wishes = taken_rows(store, kind, body, rows=rows)
+    data, wishes = take_rows(store, kind, body, rows=rows)
     ids = store.rb.extend(
         data,
         source=source,
@@ -261,11 +261,11 @@ def _extended(
         return_ids=True,
         idempotency_key=key,
         digest=digest,
-        **_checked(wishes),
+        **_check_wishes(wishes),
     )
     if session is not None:
         store.heard.note(session, has_written=True)
-    store.drawers.written()
+    store.drawers.note_write()
     kept = ids[ids > 0]
     first = int(kept.min()) if kept.numel() else None
     run = first is not None and torch.equal(ids, torch.arange(first, first + ids.numel()))
@@ -284,7 +284,7 @@ def _digest(kind: str, body: bytearray, source: str | None) -> bytes:
     return found.digest()
 
 
-def _checked(wishes: dict[str, Any]) -> dict[str, Any]:
+def _check_wishes(wishes: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a body as keywords of `extend`.
 
     Raises:
@@ -327,7 +327,7 @@ class Done(BaseModel):
 @router.post("/stores/{name}/priorities", summary="Set priorities", responses=problems(408, 413, 415))
 async def priorities(store: Store, asked: Priorities) -> Updated:
     """Set the priorities of rows. Ids whose rows are not in the store any more are ignored."""
-    ids = checked_ids(asked.ids)
+    ids = check_ids(asked.ids)
     if len(asked.priorities) != len(asked.ids):
         raise Refusal(422, f"{len(asked.ids)} ids have {len(asked.priorities)} priorities",
                       hint="send one priority for each id")  # fmt: skip
@@ -390,19 +390,19 @@ async def resume_episodes(store: Store, asked: Resuming, session: Session = None
 @router.post("/stores/{name}/session", summary="Keep a session open", responses=problems())
 async def keep_session(store: Store, session: Session = None) -> Done:
     """Restart the timeout of the session in the header `X-Session`."""
-    _named(session)
+    _require_session(session)
     return Done()
 
 
 @router.post("/stores/{name}/session/end", summary="End a session", responses=problems(507))
 async def end_session(store: Store, session: Session = None) -> Done:
     """End the session in the header `X-Session`: its open episodes become `cut`. Later rows open it again."""
-    name = _named(session)
+    name = _require_session(session)
     await store.run(lambda: store.rb.episodes.end_session([name]))
     return Done()
 
 
-def _named(session: str | None) -> str:
+def _require_session(session: str | None) -> str:
     """Return the session that a request names.
 
     Raises:

@@ -14,12 +14,12 @@ from expstore.core.arguments import check_whole
 from expstore.core.rate_limiters import RateLimiter
 from expstore.errors import StateError
 
-__all__ = ["called", "check_batch_size", "check_drawing", "check_predictable", "made"]
+__all__ = ["check_batch_size", "check_drawing", "check_predictable", "resolve_part", "resolve_part_of"]
 
 _Part = TypeVar("_Part")
 
 
-def called(part: Any, method: str) -> Any:
+def resolve_part(part: Any, method: str) -> Any:
     """Return a buffer's part: the part itself, or the result of calling the function or class that makes it.
 
     Args:
@@ -30,13 +30,13 @@ def called(part: Any, method: str) -> Any:
     return part() if callable(part) and not is_part else part
 
 
-def made(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Part:
+def resolve_part_of(part: _Part | Callable[[], _Part], kind: type[Any], method: str) -> _Part:
     """Return a buffer's part as `called` does, and check its class.
 
     Raises:
         TypeError: The part has another class.
     """
-    found = called(part, method)
+    found = resolve_part(part, method)
     if not isinstance(found, kind):
         raise TypeError(
             f"expected a {kind.__name__} of expstore or a function that makes one, got a "

@@ -24,7 +24,7 @@ from expstore.schema.row_selection import in_shape
 from expstore.storages.read_view import ReadView
 from expstore.transforms import Compose, StepView
 
-__all__ = ["BatchBuilder", "Finisher", "along", "to_array"]
+__all__ = ["BatchBuilder", "Finisher", "repeat_along_dims", "to_array"]
 
 _Placed = TypeVar("_Placed")
 
@@ -158,7 +158,7 @@ class BatchBuilder(StorePart):
         else:
             batch = self.transform.apply(form.build(columns, (view.ids.size,), root), view)
             if len(size) != 1:
-                batch = _in_shape(batch, size)
+                batch = _reshape(batch, size)
         if size:
             if self._collate_fn is not None:
                 batch = self._collate_fn(batch)
@@ -166,7 +166,7 @@ class BatchBuilder(StorePart):
                 batch = stack(batch)
         if (more or not form.keyed) and isinstance(batch, TensorDictBase):
             for key, values in ({} if form.keyed else root).items():
-                batch.set(key, along(values, batch))
+                batch.set(key, repeat_along_dims(values, batch))
             for path, flags in (more or {}).items():
                 batch.set(path, torch.from_numpy(flags))
         if self.transform.transforms:
@@ -256,7 +256,7 @@ class BatchBuilder(StorePart):
         return cast(_Placed, tree_map_only(torch.Tensor, place_one, batch))
 
 
-def _in_shape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
+def _reshape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
     """Reshape rows; rows with nested tensors, which cannot be reshaped, become a lazy stack."""
     if not size:
         return batch[0]
@@ -268,7 +268,7 @@ def _in_shape(batch: TensorDictBase, size: tuple[int, ...]) -> Any:
     return lazy_stack(parts)
 
 
-def along(values: Any, batch: TensorDictBase) -> Any:
+def repeat_along_dims(values: Any, batch: TensorDictBase) -> Any:
     """Repeat one value per row along the additional batch dims that rows have."""
     beyond = batch.batch_size[values.ndim :]
     return values.reshape(*values.shape, *(1 for _ in beyond)).expand(*values.shape, *beyond)
@@ -286,7 +286,7 @@ def _put_back(batch: TensorDictBase, root: dict[str, torch.Tensor]) -> None:
     for key, values in root.items():
         if batch.batch_size[:1] == values.shape[:1] and key not in batch.keys():  # noqa: SIM118 - see TensorDict
             with batch.unlock_():
-                batch.set(key, along(values, batch))
+                batch.set(key, repeat_along_dims(values, batch))
 
 
 def _entry(batch: Any, key: Key) -> Any:

@@ -29,7 +29,7 @@ from expstore.storages.capabilities import FieldChanges
 from expstore.storages.engine.backfill import check_going, check_new_field
 from expstore.storages.indexing import read_present
 from expstore.storages.new_field import NewField, Progress
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, read_stable
 
 if TYPE_CHECKING:
     from expstore.sql.expressions import Needs
@@ -171,7 +171,7 @@ class Columns:
             )
         specs, text = specs_of(storage), storage.settings.specs()
         if specs is not None and key in leaves_of(text):
-            text = _without(specs, key)
+            text = _remove_spec(specs, key)
         fields.drop(key, text)
         self._sampling.drop_prefetched()
 
@@ -211,7 +211,7 @@ class Columns:
         return self._keeper.compute(fields)
 
 
-def _stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
+def _read_stored(storage: ReadView, ids: IntArray) -> tuple[IntArray, TensorDictBase]:
     """Return the rows of `ids` that still exist, as they are stored, with `index` and `id`."""
     found, columns = read_present(storage, ids)
     index = torch.from_numpy(storage.geometry.index_of(found))
@@ -234,11 +234,11 @@ def _specs_with(storage: ReadView, entry: Field, spec: TensorSpec | None) -> str
     specs = specs_of(storage) or Composite()
     specs[entry.key if len(entry.key) > 1 else entry.key[0]] = spec
     text = row_text(specs)
-    check_specs(text, storage.require_schema().grown(entry, None))
+    check_specs(text, storage.require_schema().grow(entry, None))
     return text
 
 
-def _without(specs: Composite, key: Key) -> str:
+def _remove_spec(specs: Composite, key: Key) -> str:
     """Return the text of the specs without the spec of a field."""
     del specs[key if len(key) > 1 else key[0]]
     left = any(spec is not None for spec in specs.values(include_nested=True, leaves_only=True))
@@ -308,7 +308,7 @@ class _Values:
             found, values = self.ask(ids)
             if not found.size:
                 return found, np.empty((0, *entry.shape), entry.numpy_dtype)
-            array = self.fitted(entry, values)
+            array = self.cast(entry, values)
             wanted = (found.size, *entry.shape)
             if array.shape != wanted:
                 raise SchemaError(
@@ -320,7 +320,7 @@ class _Values:
 
         return compute
 
-    def fitted(self, entry: Field, values: Any) -> Array:
+    def cast(self, entry: Field, values: Any) -> Array:
         """Convert values to the field's dtype."""
         return as_field(entry, values)
 
@@ -330,7 +330,7 @@ class _ByFunction(_Values):
         self._storage, self._function = storage, function
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
-        found, batch = unmoved(self._storage, lambda: _stored(self._storage, ids))
+        found, batch = read_stable(self._storage, lambda: _read_stored(self._storage, ids))
         if not found.size:
             return found, np.empty(0)
         values = self._function(batch)
@@ -353,7 +353,7 @@ class _ByFormula(_Values):
         self._needs: Needs | None = None
 
     def ask(self, ids: IntArray) -> tuple[IntArray, Any]:
-        return unmoved(self._storage, lambda: self._ask(ids))
+        return read_stable(self._storage, lambda: self._ask(ids))
 
     def _ask(self, ids: IntArray) -> tuple[IntArray, Any]:
         storage, formula = self._storage, self._formula
@@ -369,7 +369,7 @@ class _ByFormula(_Values):
             facts = self._catalog.facts(formula.facts, episodes)
         return found, formula.values(needs, found, columns, facts, storage.capacity)
 
-    def fitted(self, entry: Field, values: Any) -> Array:
+    def cast(self, entry: Field, values: Any) -> Array:
         if entry.dtype == "bfloat16":
             return as_field(entry, torch.from_numpy(np.array(values)).to(torch.bfloat16))
         found: Array = values.astype(entry.numpy_dtype)

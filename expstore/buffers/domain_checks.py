@@ -27,7 +27,7 @@ from expstore.specs.json_text import read_stored, to_text
 from expstore.specs.shapes import safe
 from expstore.storages.read_view import ReadView, keys_for
 
-__all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "fitting", "row_text", "specs_of"]
+__all__ = ["NO_DOMAIN", "Domain", "asks_for_domain", "check_domain", "row_text", "select_specs", "specs_of"]
 
 _MAX_CHARACTERS = 200  # characters of a value in a message
 
@@ -66,7 +66,7 @@ def specs_of(storage: ReadView) -> Composite | None:
     return found
 
 
-def fitting(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
+def select_specs(specs: Mapping[Key, TensorSpec], schema: Schema) -> Composite:
     """Return the specs of fields that the schema has with the same dtype and shape."""
     kinds = {(field.key, f"torch.{field.dtype}", field.shape) for field in schema.fields}
     fits = {key: spec for key, spec in specs.items() if (key, str(spec.dtype), tuple(spec.shape)) in kinds}

@@ -18,8 +18,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import check_batch_size
-from expstore.buffers.batch_builder import along
-from expstore.buffers.ensemble_batches import columns_of, cut, join, pairs, told_of
+from expstore.buffers.batch_builder import repeat_along_dims
+from expstore.buffers.ensemble_batches import columns_of, cut, describe_rows, join, pairs
 from expstore.buffers.ensemble_routing import Route
 from expstore.buffers.ingest import make_key
 from expstore.buffers.open_streams import Tails
@@ -118,7 +118,7 @@ class ReplayBufferEnsemble:
             if storages is not None or samplers is not None or writers is not None:
                 raise RuntimeError("give buffers, or storages=, samplers= and writers=, not both")
             samplers = SamplerEnsemble(
-                *[rb.sampler for rb in _checked(rbs)],
+                *[rb.sampler for rb in _check_buffers(rbs)],
                 p=p,
                 sample_from_all=sample_from_all,
                 num_buffer_sampled=num_buffer_sampled,
@@ -127,7 +127,7 @@ class ReplayBufferEnsemble:
         else:
             if storages is None or samplers is None or writers is None:
                 raise TypeError("give buffers, or all of storages=, samplers= and writers=")
-            rbs = _assembled(storages, samplers, writers, collate_fns)
+            rbs = _assemble(storages, samplers, writers, collate_fns)
             self._collate_fns = None
         self._rbs = tuple(rbs)
         self._samplers = samplers
@@ -163,7 +163,7 @@ class ReplayBufferEnsemble:
             StateError: A transform has changed the shape, so that `info` cannot be matched with rows.
             ValueError: The batch size is not a multiple of the number of parts.
         """
-        size = self._samplers.part_size(self._wanted(batch_size))
+        size = self._samplers.part_size(self._require_size(batch_size))
         with self._lock:
             numbers = self._choice()
             chosen = self._samplers.choose(lambda: self._counts(size), numbers)
@@ -180,7 +180,7 @@ class ReplayBufferEnsemble:
             with batch.unlock_():
                 for key in info.keys():  # noqa: SIM118 - a TensorDict yields values
                     if key != "id":
-                        batch.set(key, along(info.get(key), batch))
+                        batch.set(key, repeat_along_dims(info.get(key), batch))
         found = (batch, info) if return_info else batch
         return to_arrays(found) if (self._as_numpy if as_numpy is None else as_numpy) else found
 
@@ -203,15 +203,15 @@ class ReplayBufferEnsemble:
         infos: list[Any] = [None] * chosen.size
         for member in np.unique(chosen).tolist():
             places = np.flatnonzero(chosen == member).tolist()
-            batch, told = self._drawn(member, size * len(places))
+            batch, told = self._draw_rows(member, size * len(places))
             for number, place in enumerate(places):
                 rows = slice(number * size, (number + 1) * size)
                 part = batch if len(places) == 1 else cut(batch, rows)
                 parts[place] = part if self._collate_fns is None else self._collate_fns[member](part)
-                infos[place] = told_of(told, rows, member, size)
+                infos[place] = describe_rows(told, rows, member, size)
         return parts, infos
 
-    def _drawn(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
+    def _draw_rows(self, member: int, size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
         """Draw rows of a member, in several draws if its sampler returns fewer rows at once."""
         batches, infos, missing = [], [], size
         while missing:
@@ -233,7 +233,7 @@ class ReplayBufferEnsemble:
         Raises:
             StateError: Neither the call nor the ensemble has a batch size.
         """
-        size = self._wanted(batch_size)
+        size = self._require_size(batch_size)
         if size % self._samplers.num_buffer_sampled:
             return False
         part = size // self._samplers.num_buffer_sampled
@@ -256,7 +256,7 @@ class ReplayBufferEnsemble:
         """Return the next batch."""
         return self.sample()
 
-    def _wanted(self, batch_size: int | None) -> int:
+    def _require_size(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to the ensemble")
@@ -488,9 +488,9 @@ class ReplayBufferEnsemble:
         if index is Ellipsis or (isinstance(index, slice) and index == slice(None)):
             return self
         found = find_members(index, len(self), type(self).__name__)
-        return self._rbs[found] if isinstance(found, int) else self._some(found)
+        return self._rbs[found] if isinstance(found, int) else self._select_members(found)
 
-    def _some(self, numbers: list[int]) -> ReplayBufferEnsemble:
+    def _select_members(self, numbers: list[int]) -> ReplayBufferEnsemble:
         samplers, fns = self._samplers[numbers], self._collate_fns
         some = ReplayBufferEnsemble(
             *[self._rbs[number] for number in numbers],
@@ -666,14 +666,14 @@ def _joint(transform: Compose) -> Compose:
     return transform
 
 
-def _checked(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
+def _check_buffers(rbs: Sequence[Any]) -> Sequence[ReplayBuffer]:
     for rb in rbs:
         if not isinstance(rb, ReplayBuffer):
             raise TypeError(f"members of an ensemble must be ReplayBuffers, got a {type(rb).__name__}")
     return rbs
 
 
-def _assembled(
+def _assemble(
     storages: StorageEnsemble,
     samplers: SamplerEnsemble,
     writers: WriterEnsemble,

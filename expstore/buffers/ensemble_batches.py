@@ -15,7 +15,7 @@ from expstore.buffers.ensemble_routing import check_members
 from expstore.core.values import Array, IntArray
 from expstore.data.nested_rows import join_rows, take_rows
 
-__all__ = ["columns_of", "cut", "join", "pairs", "told_of"]
+__all__ = ["columns_of", "cut", "describe_rows", "join", "pairs"]
 
 
 def cut(batch: Any, rows: slice) -> Any:
@@ -47,7 +47,7 @@ def columns_of(info: dict[Any, Any], rows: int) -> dict[Any, torch.Tensor]:
     }
 
 
-def told_of(told: dict[Any, torch.Tensor], rows: slice, member: int, size: int) -> TensorDict:
+def describe_rows(told: dict[Any, torch.Tensor], rows: slice, member: int, size: int) -> TensorDict:
     """Return the samplers' values about the rows of a part; `"index"` has member and index of each row.
 
     Args:

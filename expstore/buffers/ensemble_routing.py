@@ -59,9 +59,9 @@ class Route:
             raise TypeError("Routed replay writes require a TensorDict input.")
         rows = data.reshape(-1)
         if self.key is not None:
-            members = self._named(rows)
+            members = self._find_members(rows)
         elif self.dim is not None:
-            members = self._along(data, count)
+            members = self._split_along_dim(data, count)
         else:
             raise StateError(
                 "ReplayBufferEnsemble writes are disabled. Configure routing_key or routing_dim to enable "
@@ -70,7 +70,7 @@ class Route:
             )
         return rows, check_members(members, count)
 
-    def _named(self, rows: TensorDictBase) -> torch.Tensor:
+    def _find_members(self, rows: TensorDictBase) -> torch.Tensor:
         key = self.key or ()
         members: torch.Tensor | None = rows.get(key if len(key) > 1 else key[0])
         if members is None:
@@ -82,7 +82,7 @@ class Route:
             )
         return members
 
-    def _along(self, data: TensorDictBase, count: int) -> torch.Tensor:
+    def _split_along_dim(self, data: TensorDictBase, count: int) -> torch.Tensor:
         if not data.ndim:
             raise ValueError("routing_dim requires batched input.")
         dim = (self.dim or 0) % data.ndim

@@ -21,7 +21,7 @@ from expstore.core.values import Array, IntArray, Key, Window, key_name, to_key
 from expstore.errors import NotReadyError, SchemaError, StateError
 from expstore.schema.schema import ARROW, OBJECT, Field, Schema
 from expstore.storages.indexing import read_present
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, read_stable
 
 __all__ = ["FieldStats", "StatsKeeper"]
 
@@ -124,7 +124,7 @@ class StatsKeeper(StorePart):
             known = self._known  # read before the storage: `attach` runs after a swap
             storage = self._store.check_open()
             storage.follow()
-            return unmoved(storage, lambda: _compute(storage, known, names))
+            return read_stable(storage, lambda: _compute(storage, known, names))
 
     def __getstate__(self) -> StoreHandle:
         """Return the state of a copy; the copy reads all rows again."""

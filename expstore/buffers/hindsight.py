@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
 from expstore.errors import NotFoundError, SchemaError, StateError
 from expstore.samplers.base import Sampler, readable
 from expstore.samplers.keyed_trajectories import Trajectories
@@ -132,7 +132,7 @@ class HERReplayBuffer(TensorDictReplayBuffer):
             ("goal_key", goal_key), ("achieved_goal_key", achieved_goal_key), ("reward_key", reward_key),
             ("end_key", end_key),
         ):  # fmt: skip
-            given_key(argument, key)
+            check_key(argument, key)
         goals = HindsightGoals(reward_fn, goal_key, achieved_goal_key, reward_key, end_key)
         goals.set_ratio(her_ratio)
         goals.set_strategy(strategy)

@@ -22,7 +22,7 @@ from expstore.errors import NotFoundError, SchemaError
 from expstore.schema.schema import OBJECT
 from expstore.storages.episode_lookup import rows_of_episode
 from expstore.storages.indexing import find, layout_of, read_rows, replace_rows
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, read_stable
 
 if TYPE_CHECKING:
     from expstore.buffers.ingest import Ingest
@@ -97,10 +97,10 @@ class StoredRows:
         """Return rows by index, or one field of all rows; see `ReplayBuffer.__getitem__`."""
         storage = self._store.storage
         if _is_key(index):
-            return unmoved(storage, lambda: self._field(storage, to_key(index)))
+            return read_stable(storage, lambda: self._field(storage, to_key(index)))
         if self._is_within_rows(index):
             return self.get(slice(None))[index]
-        return unmoved(storage, lambda: self._read(storage, index))
+        return read_stable(storage, lambda: self._read(storage, index))
 
     def set(self, index: Any, data: Any) -> None:
         """Replace rows by index; see `ReplayBuffer.__setitem__`."""
@@ -144,7 +144,7 @@ class StoredRows:
             found, columns, view = self._batches.transform.read(storage, locate)
             return cast(TensorDictBase, self._batches.of_rows(storage, Selection(found), columns, view))
 
-        return unmoved(storage, read)
+        return read_stable(storage, read)
 
     def trajectory(self, episode_id: int) -> TensorDictBase:
         """Return the rows of an episode; see `ReplayBuffer.trajectory`."""
@@ -162,7 +162,7 @@ class StoredRows:
                 batch.names = ["time"]
             return cast(TensorDictBase, batch)
 
-        return unmoved(storage, read)
+        return read_stable(storage, read)
 
     def _read(self, storage: ReadView, index: Any) -> Any:
         shape: tuple[int, ...] = ()

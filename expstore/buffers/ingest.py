@@ -80,7 +80,7 @@ class _RowIntake:
     appender: RowAppending
 
     @classmethod
-    def over(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
+    def for_storage(cls, storage: Storage, schema: Schema) -> _RowIntake | None:
         """Return the fast path for a storage; None: it appends single rows no faster than batches."""
         appender = storage.row_appender(schema)
         if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
@@ -319,7 +319,7 @@ class Ingest(StorePart):
             return _is_known(storage, options.key)
 
         storage.writer()
-        with limiter.inserting(batch.count, needless=is_needless):
+        with limiter.wait_to_insert(batch.count, needless=is_needless):
             return self._write(storage, batch, options)
 
     def _write(self, storage: ReadView, batch: Batch, options: WriteOptions) -> IntArray:
@@ -497,7 +497,7 @@ class Ingest(StorePart):
                 storage.draws.note_limits(0, 0)  # its counts are incomplete from now on
             readers = self._readers = self._make_readers(storage, schema)
             if readers.intake is not None:
-                readers = self._readers = replace(readers, rows=_RowIntake.over(storage, schema))
+                readers = self._readers = replace(readers, rows=_RowIntake.for_storage(storage, schema))
         return readers
 
     def _make_readers(self, storage: ReadView, schema: Schema) -> _Readers:

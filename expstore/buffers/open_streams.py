@@ -74,7 +74,7 @@ class Tails:
         with storage.locks.extend, storage.lock:
             ids = self._open(storage)
             if ids.size:
-                places, columns = self._closed(storage, ids)
+                places, columns = self._close_rows(storage, ids)
                 storage.writer().change(ids, places, columns)
             end_unnamed(storage)
 
@@ -83,7 +83,7 @@ class Tails:
         lasts = np.array(storage.episodes.tails(), np.int64)
         return np.sort(lasts[storage.window.holds(lasts)])
 
-    def _closed(self, storage: ReadView, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
+    def _close_rows(self, storage: ReadView, ids: IntArray) -> tuple[list[int], Sequence[Array]]:
         schema = storage.require_schema()
         done = self._read(storage, ids, self.end)
         places, columns = [schema.place(self.end)], [np.ones_like(done)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from expstore.buffers.arguments import made
+from expstore.buffers.arguments import resolve_part_of
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.samplers.prioritized import PrioritizedSampler, Reduction
@@ -50,7 +50,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
+        storage = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype)
         super().__init__(storage=storage, sampler=sampler, **keywords)
 
@@ -93,7 +93,7 @@ class TensorDictPrioritizedReplayBuffer(TensorDictReplayBuffer):
         storage: ReadView | Callable[[], ReadView] | None = None,
         **keywords: Any,
     ) -> None:
-        storage = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
+        storage = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
         sampler = _sampler(keywords, storage.capacity, alpha, beta, eps, dtype, reduction)
         super().__init__(storage=storage, sampler=sampler, priority_key=priority_key, **keywords)
 

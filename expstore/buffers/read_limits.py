@@ -50,7 +50,7 @@ class ReadLimit:
         """Raise QueryError if the fields of fixed size of `count` rows are too large."""
         each = 0 if schema is None else self.row_bytes(schema)
         if count * each > self.size:
-            raise self._too_large(count, count * each, self.size // each)
+            raise self._build_size_error(count, count * each, self.size // each)
 
     def check(self, storage: ReadView, ids: IntArray) -> None:
         """Raise QueryError (kind "too_large") if these rows are too large. Ids have shape `(n,)`."""
@@ -63,7 +63,7 @@ class ReadLimit:
             ends = np.cumsum(sizes + self.row_bytes(schema))
             if ids.size and ends[-1] > self.size:
                 fitting = int(np.searchsorted(ends, self.size, side="right"))
-                raise self._too_large(ids.size, int(ends[-1]), fitting)
+                raise self._build_size_error(ids.size, int(ends[-1]), fitting)
 
     def check_bytes(self, size: int) -> None:
         """Raise QueryError if a response of `size` bytes in Arrow format is too large."""
@@ -75,7 +75,7 @@ class ReadLimit:
                 hint="ask for less at once, or start the server with a larger --max-answer",
             )
 
-    def _too_large(self, count: int, size: int, fitting: int) -> QueryError:
+    def _build_size_error(self, count: int, size: int, fitting: int) -> QueryError:
         return QueryError(
             f"{count:,} rows take {size:,} bytes, and an answer may take {self.size:,}: the largest "
             f"batch_size that fits is {fitting}",

@@ -162,7 +162,7 @@ class Recorder:
             if self._lanes is None and self._ended:
                 self._ended[()] = False
                 return
-            valid = self._without_resets(valid)
+            valid = self._find_steps(valid)
         block, row = self._block, self._filled
         if block is None or not block.put_plain(
             row, observation, action, reward, next_observation, terminated, truncated, more
@@ -175,12 +175,12 @@ class Recorder:
         if valid is not None or self._lanes is not None:
             block.set_valid(row, valid)
         if self._skips_resets:
-            self._ended[...] = block.ended(row)
+            self._ended[...] = block.find_ended(row)
         self._filled = row + 1
         if self._filled == self._flush_steps:
             self.flush()
 
-    def _without_resets(self, valid: Any) -> Any:
+    def _find_steps(self, valid: Any) -> Any:
         """Return which lanes make a step that is not just a reset; None: there are no lanes."""
         if self._lanes is None:
             return valid
@@ -524,7 +524,7 @@ class _Block:
             raise SchemaError("valid= requires several lanes", hint="do not call step() for a reset")
         self._valid[at] = True if valid is None else valid
 
-    def ended(self, step: int) -> Array:
+    def find_ended(self, step: int) -> Array:
         """Return which lanes end an episode in a step. Shape `(lanes,)`, or `()`."""
         ends: Array = self._terminated[step] | self._truncated[step]
         return ends if self._valid is None else ends & self._valid[step]

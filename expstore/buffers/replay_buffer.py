@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from expstore.buffers import torchrl_service
 from expstore.buffers.arguments import (
-    called,
     check_batch_size,
     check_drawing,
     check_predictable,
-    made,
+    resolve_part,
+    resolve_part_of,
 )
 from expstore.buffers.batch_builder import BatchBuilder
 from expstore.buffers.columns import Columns
@@ -51,11 +51,11 @@ from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
 from expstore.samplers.names import SamplerName
-from expstore.samplers.torchrl_adapter import adapt, given
+from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.schema.schema import Schema
 from expstore.storages.base import Hook
 from expstore.storages.memory import MemoryStorage
-from expstore.storages.read_view import ReadView, closed_error, unmoved
+from expstore.storages.read_view import ReadView, build_closed_error, read_stable
 from expstore.storages.sessions import end_episodes
 from expstore.storages.snapshots.catalog import Version
 from expstore.storages.stats import describe, meta_of
@@ -149,12 +149,12 @@ class ReplayBuffer:
         check_drawing(batch_size, prefetch, pin_memory, device=device)
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {generator!r}")
-        chosen = None if sampler is None else adapt(called(sampler, "sample"))
+        chosen = None if sampler is None else adapt(resolve_part(sampler, "sample"))
         check_predictable(batch_size, chosen)
         check_unit(sample_unit, chosen)
-        opened = MemoryStorage(1000) if storage is None else made(storage, ReadView, "get")
+        opened = MemoryStorage(1000) if storage is None else resolve_part_of(storage, ReadView, "get")
         style = PlainRows() if _style is None else _style
-        placing = style.default_writer(opened) if writer is None else made(writer, Writer, "write")
+        placing = style.default_writer(opened) if writer is None else resolve_part_of(writer, Writer, "write")
         drawing = consume_after(consume_after_n_samples, chosen, prefetch=prefetch)
         chain = Compose.of(transform if transform_factory is None else transform_factory())
 
@@ -392,7 +392,7 @@ class ReplayBuffer:
         )
 
     def __len__(self) -> int:
-        return self._sampling.sampler.left(self._store.storage)
+        return self._sampling.sampler.count_left(self._store.storage)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield batches, without end or until the sampler has no more rows.
@@ -529,7 +529,7 @@ class ReplayBuffer:
             >>> rb.query((traj.reward.sum() > 100) & (traj.length >= 50))
         """
         storage, batches = self._store.storage, self._batches
-        return unmoved(
+        return read_stable(
             storage,
             lambda: find_trajectories(
                 storage, batches.transform, predicate, trajectory_key, partial(batches.place, storage)
@@ -1084,7 +1084,7 @@ class ReplayBuffer:
     @property
     def sampler(self) -> Any:
         """The sampler, as it was given."""
-        return given(self._sampling.sampler)
+        return unwrap(self._sampling.sampler)
 
     @property
     def _sampler(self) -> Any:
@@ -1152,7 +1152,7 @@ class ReplayBuffer:
             StateError: The buffer is closed.
         """
         if self._store.life is Life.CLOSED:
-            raise closed_error()
+            raise build_closed_error()
         self._batches.transform.insert(index, transform, invert=invert)
         self._sampling.drop_prefetched()
         return self

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from expstore.samplers.filter import Filter
     from expstore.sql.sync import Catalog
 
-__all__ = ["PolicyRunner", "Retention", "make_runner", "stored_policy"]
+__all__ = ["PolicyRunner", "Retention", "load_policy", "make_runner"]
 
 
 _log = logging.getLogger("expstore")
@@ -56,7 +56,7 @@ class Retention:
     @property
     def policy(self) -> Retain | None:
         """The stored policy; None: all rows are kept."""
-        return stored_policy(self._store.storage)
+        return load_policy(self._store.storage)
 
     def set(self, policy: Retain | Mapping[str, Any] | None) -> None:
         """Set which rows are kept from now on.
@@ -98,7 +98,7 @@ class Retention:
         return runner.apply(policy, dry_run=dry_run)
 
 
-def stored_policy(storage: ReadView) -> Retain | None:
+def load_policy(storage: ReadView) -> Retain | None:
     """Return the policy of a store; None: all rows are kept."""
     manifest = storage.manifest
     return Retain(**manifest.retain) if manifest is not None and manifest.retain else None
@@ -123,7 +123,7 @@ class PolicyRunner:
 
     def __init__(self, storage: ReadView, deletion: Deletion, catalog: Catalog) -> None:
         self._storage, self._deletion, self._catalog = storage, deletion, catalog
-        self._lock = storage.locks.order.ranked("retention", threading.Lock())
+        self._lock = storage.locks.order.rank_lock("retention", threading.Lock())
         self._filter: Filter | None = None
         self._told = ""  # the last problem that was logged
         self._ended = threading.Event()
@@ -226,7 +226,7 @@ class PolicyRunner:
         if policy.where is not None:
             going |= ~self._match(policy.where, episodes)
         if policy.bytes is not None:
-            going |= self._too_many(policy.bytes, episodes, going)
+            going |= self._find_surplus(policy.bytes, episodes, going)
         found: IntArray = episodes[going]
         return found
 
@@ -255,7 +255,7 @@ class PolicyRunner:
         matched[owners[~known]] = True  # rows newer than the filter's last evaluation
         return matched
 
-    def _too_many(
+    def _find_surplus(
         self, most: int, episodes: IntArray, going: np.ndarray[tuple[int], np.dtype[np.bool_]]
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Return which of the oldest episodes to delete for the size, besides those already selected."""

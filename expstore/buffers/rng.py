@@ -88,7 +88,7 @@ class GivenDraws(Draws):
     def give_back(self) -> None:
         """Reset the generator to the oldest draw taken ahead, unless it was seeded or used since."""
         with self._lock:
-            if self._ahead and self._unmoved():
+            if self._ahead and self._is_unmoved():
                 self._given.set_state(self._ahead[0][1])
             self._ahead.clear()
             self._after = None
@@ -97,15 +97,15 @@ class GivenDraws(Draws):
     def in_step(self) -> bool:
         """Whether the generator was neither seeded nor used since draws were taken ahead."""
         with self._lock:
-            return not self._ahead or self._unmoved()
+            return not self._ahead or self._is_unmoved()
 
-    def _unmoved(self) -> bool:
+    def _is_unmoved(self) -> bool:
         return self._after is not None and torch.equal(self._after, self._given.get_state())
 
     def state(self, draws: DrawState) -> tuple[int, bytes]:
         """Return the state for a restart: the next draw's number, and the generator's state before it."""
         with self._lock:
-            if self._ahead and self._unmoved():
+            if self._ahead and self._is_unmoved():
                 draw, state = self._ahead[0]
             else:
                 draw, state = draws.number, self._given.get_state()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from expstore.core.values import Array, IntArray, Key, Selection, to_key
 from expstore.errors import NotFoundError, SchemaError
 from expstore.samplers.keyed_trajectories import Trajectories
-from expstore.samplers.torchrl_adapter import chosen
+from expstore.samplers.torchrl_adapter import to_selection
 
 if TYPE_CHECKING:
     from expstore.samplers.base import Sampler
@@ -76,7 +76,7 @@ class SampleUnit(ABC):
         """
         given = {key if len(key) > 1 else key[0]: values for key, values in anchors.info.items()}
         info = {name: torch.from_numpy(values) for name, values in given.items()} | anchors.notes
-        rows = chosen(storage, *self.expand(_index_of(storage, anchors.ids), info, storage))
+        rows = to_selection(storage, *self.expand(_index_of(storage, anchors.ids), info, storage))
         return replace(rows, progress=anchors.progress, anchors=anchors)
 
 
@@ -199,7 +199,7 @@ class Sequence(SampleUnit):
             NotFoundError: There is no row at an index.
             SchemaError: `done_key` is not a field with one value per row.
         """
-        rows = self.select(chosen(storage, index, info), storage)
+        rows = self.select(to_selection(storage, index, info), storage)
         if rows is None:
             raise NotFoundError("rows were removed while their windows were read")
         told = {key if len(key) > 1 else key[0]: values for key, values in rows.info.items()}

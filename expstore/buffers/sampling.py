@@ -26,9 +26,9 @@ from expstore.core.values import Array, IntArray, Key, Selection
 from expstore.errors import StateError
 from expstore.samplers.base import Sampler
 from expstore.samplers.consuming import consume_after
-from expstore.samplers.torchrl_adapter import adapt, given
+from expstore.samplers.torchrl_adapter import adapt, unwrap
 from expstore.storages.indexing import OVERTAKEN, PATIENCE
-from expstore.storages.read_view import ReadView, closed_error, unmoved
+from expstore.storages.read_view import ReadView, build_closed_error, read_stable
 from expstore.transforms import StepView
 
 __all__ = ["Relabeling", "Sampling"]
@@ -137,7 +137,7 @@ class Sampling(StorePart):
             made = self._require_prefetcher().next(self, request)
             return made.batch, made.selection
         draw = (self._draws or self._require_draws()).next(storage.draws)
-        batch, rows = unmoved(storage, partial(self._draw, storage, draw, request, None))
+        batch, rows = read_stable(storage, partial(self._draw, storage, draw, request, None))
         self.sampler.hand_out(storage, rows)
         return batch, rows
 
@@ -195,19 +195,19 @@ class Sampling(StorePart):
             StateError: The store is closed.
         """
         if storage.closed:
-            raise closed_error()
-        if not self.sampler.left(storage):
-            raise self.sampler.nothing(storage)
+            raise build_closed_error()
+        if not self.sampler.count_left(storage):
+            raise self.sampler.build_no_rows_error(storage)
 
     # -- random numbers ------------------------------------------------------------------------------
 
     def _require_draws(self) -> Draws:
         draws = self._draws
         if draws is None:
-            draws = self._draws = self._fixed_draws or self._seeded_draws()
+            draws = self._draws = self._fixed_draws or self._make_draws()
         return draws
 
-    def _seeded_draws(self) -> Draws:
+    def _make_draws(self) -> Draws:
         worker, storage = torch.utils.data.get_worker_info(), self._store.storage
         storage.draws.watch(None)
         return Draws(storage.seed, storage.draws.stream() if worker is None else worker.seed)
@@ -244,7 +244,7 @@ class Sampling(StorePart):
         storage = self._store.storage
         self.check_readable(storage)
         changes = self._changes()
-        drawn = unmoved(storage, partial(self._draw, storage, draw, request, instead))
+        drawn = read_stable(storage, partial(self._draw, storage, draw, request, instead))
         return Made(*drawn, changes)
 
     def stands(self, made: Made | None) -> bool:
@@ -287,7 +287,7 @@ class Sampling(StorePart):
     def set_sampler(self, sampler: Any) -> Any:
         """Draw by another sampler from the next batch on; see `ReplayBuffer.set_sampler`."""
         storage, former = self._store.check_open(), self.sampler
-        sampler = former if sampler is given(former) else adapt(sampler)
+        sampler = former if sampler is unwrap(former) else adapt(sampler)
         check_unit(self.unit, sampler)
         consume_after(None, sampler, prefetch=self._prefetch)
         self.drop_prefetched()
@@ -301,7 +301,7 @@ class Sampling(StorePart):
         if sampler is not former:
             former.detach()
         self.sampler = sampler
-        return given(former)
+        return unwrap(former)
 
     def users_of(self, key: Key) -> list[str]:
         """Return the parts of the buffer that read a field, as texts for a message."""

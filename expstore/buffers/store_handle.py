@@ -14,12 +14,12 @@ import weakref
 from dataclasses import dataclass
 from enum import Enum
 
-from expstore.buffers.retention import PolicyRunner, make_runner, stored_policy
+from expstore.buffers.retention import PolicyRunner, load_policy, make_runner
 from expstore.buffers.writing_proxy import WritingProxy
 from expstore.errors import StateError
 from expstore.sql.sync import Catalog
 from expstore.storages.follower import Origin
-from expstore.storages.read_view import ReadView, closed_error
+from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.sessions import end_sessions
 
 __all__ = ["Life", "StoreHandle", "StorePart"]
@@ -85,7 +85,7 @@ class _Opened:
 
     def start_retention(self) -> None:
         """Apply the store's policy in the background, if it has one."""
-        if self.storage.can_write and stored_policy(self.storage) is not None:
+        if self.storage.can_write and load_policy(self.storage) is not None:
             self.require_runner().start()
 
     def stop_retention(self) -> None:
@@ -176,7 +176,7 @@ class StoreHandle:
         """
         storage = self.storage
         if storage.closed:
-            raise closed_error()
+            raise build_closed_error()
         return storage
 
     def use_proxy(self, proxy: WritingProxy) -> None:
@@ -194,7 +194,7 @@ class StoreHandle:
             if self._opened is not None:
                 return self._opened
             if self._origin is None:
-                raise closed_error()
+                raise build_closed_error()
             storage, former = self._origin.follow(), self._life
             try:
                 self._opened = opened = _Opened.of(storage)
@@ -221,7 +221,7 @@ class StoreHandle:
         for part in self._live_parts():
             part.attach(storage)
 
-    def _renewed(self, storage: ReadView) -> None:
+    def _note_renewal(self, storage: ReadView) -> None:
         """Attach the parts again to a storage whose content was replaced; see `Holder`."""
         if self._opened is not None and self._opened.storage is storage:
             self._attach_parts(storage)
@@ -238,7 +238,7 @@ class StoreHandle:
         former = self.check_open()
         opened, origin = self._opened, self._origin
         if opened is None:
-            raise closed_error()
+            raise build_closed_error()
         opened.stop_retention()
         try:
             self._opened, self._origin = _Opened.of(storage), Origin.of(storage)
@@ -311,7 +311,7 @@ class StoreHandle:
                 storage.drain()  # so that the copy sees all written rows
             return self._origin.elsewhere(), None
         if storage is None or storage.closed:
-            raise closed_error()
+            raise build_closed_error()
         return None, storage
 
     def __setstate__(self, state: tuple[Origin | None, ReadView | None]) -> None:

@@ -224,7 +224,7 @@ class SlicesDataset(IterableDataset[Any]):
             raise StateError(OVERTAKEN, hint="give the store a larger capacity")
         at = 0
         for one in ids:
-            yield self._given(batch[at : at + one.size])
+            yield self._convert(batch[at : at + one.size])
             at += one.size
 
     def _ids(self, episodes: IntArray, starts: IntArray, lengths: IntArray) -> list[IntArray]:
@@ -246,7 +246,7 @@ class SlicesDataset(IterableDataset[Any]):
         found = iter(np.split(ids, np.cumsum(lengths[inside])[:-1]))
         return [next(found) if there else ids[:0] for there in inside.tolist()]
 
-    def _given(self, steps: Any) -> Any:
+    def _convert(self, steps: Any) -> Any:
         if isinstance(steps, TensorDictBase):
             return steps.to_dict() if self._rows == "dict" else steps
         return steps

@@ -96,7 +96,7 @@ class RowUpdates:
             storage.writer()
             storage.require_schema()
             ids, shape = self._index.find(index)
-            self._apply(ids, {key: self._fitted(key, value, shape) for key, value in fields.items()})
+            self._apply(ids, {key: self._fit(key, value, shape) for key, value in fields.items()})
 
     def update_priority(self, index: Any, priority: Any, id: Any) -> int:
         """Set the priorities of rows that still exist; see `ReplayBuffer.update_priority`."""
@@ -159,16 +159,16 @@ class RowUpdates:
                 raise StateError(
                     "Conditional updates require an initialized storage", hint="extend() it first"
                 )
-            ids, shape = self._patched_ids(index, generation, id)
+            ids, shape = self._find_ids(index, generation, id)
             if (version_key is None) != (version is None):
                 raise SchemaError("version_key and version must be provided together")
-            fields = {key: self._patched(key, value, ids.size) for key, value in leaves_of(patch).items()}
+            fields = {key: self._to_column(key, value, ids.size) for key, value in leaves_of(patch).items()}
             live = storage.window.holds(ids)
             rejected: Flags | None = None
             if version_key is not None:
                 key = _version_key(version_key, fields)
                 fields[key] = self._versions(key, version, ids.size)
-                rejected = live & ~self._accepted(key, fields[key], ids, live, require_newer)
+                rejected = live & ~self._compare_versions(key, fields[key], ids, live, require_newer)
                 live &= ~rejected
             self._apply(ids[live], {key: pick(values, live) for key, values in fields.items()})
         return ConditionalUpdateResult(
@@ -186,14 +186,14 @@ class RowUpdates:
             names, [self._store.storage.require_schema().place_of(key) for key in fields], columns
         )
 
-    def _patched(self, key: Key, value: Any, count: int) -> Array:
+    def _to_column(self, key: Key, value: Any, count: int) -> Array:
         """Return the column of a patch of `count` rows; as many leading dims as make rows are allowed."""
         dims, shape = self._store.storage.ndim, np.shape(value)
         if dims > 1 and len(shape) >= dims and math.prod(shape[:dims]) == count:
             value = value.reshape(count, *shape[dims:])
-        return self._fitted(key, value, (count,), spread=False)
+        return self._fit(key, value, (count,), spread=False)
 
-    def _fitted(self, key: Key, value: Any, shape: tuple[int, ...], *, spread: bool = True) -> Array:
+    def _fit(self, key: Key, value: Any, shape: tuple[int, ...], *, spread: bool = True) -> Array:
         """Convert values to a column of rows of this shape; with `spread` one value for all rows is accepted.
 
         Shape `(n, *row shape)`.
@@ -226,7 +226,7 @@ class RowUpdates:
             raise SchemaError(f"{key_name(key)!r} holds objects", hint="set whole rows: rb[index] = rows")
         return schema[key]
 
-    def _patched_ids(self, index: Any, generation: Any, id: Any) -> tuple[IntArray, tuple[int, ...]]:
+    def _find_ids(self, index: Any, generation: Any, id: Any) -> tuple[IntArray, tuple[int, ...]]:
         """Return the ids of the rows to patch, 0 for rows that never existed, and the shape of the rows.
 
         Shape of the ids `(n,)`.
@@ -264,9 +264,11 @@ class RowUpdates:
             raise SchemaError(
                 f"version is one number, or one for each of {count} rows, not of shape {list(values.shape)}"
             )
-        return self._fitted(key, version if values.ndim == 0 else values.reshape(-1), (count,))
+        return self._fit(key, version if values.ndim == 0 else values.reshape(-1), (count,))
 
-    def _accepted(self, key: Key, versions: Array, ids: IntArray, live: Flags, require_newer: bool) -> Flags:
+    def _compare_versions(
+        self, key: Key, versions: Array, ids: IntArray, live: Flags, require_newer: bool
+    ) -> Flags:
         """Return which of the existing rows accept a patch of these versions. Shapes `(n,)`."""
         accepted = np.zeros(ids.size, np.bool_)
         rows = np.flatnonzero(live)

@@ -82,7 +82,7 @@ def add_column(
 def drop_column(store: Store, name: Name, as_json: Json = False) -> int:
     """Drop a field of a store and delete its file."""
     with _open(store) as rb:
-        rb.columns.drop(_known(rb, name))
+        rb.columns.drop(_require_field(rb, name))
         rows = len(rb)
     if as_json:
         print_json({"path": str(store), "field": name, "rows": rows})
@@ -91,7 +91,7 @@ def drop_column(store: Store, name: Name, as_json: Json = False) -> int:
     return 0
 
 
-def _known(rb: TensorDictReplayBuffer, name: str) -> Key:
+def _require_field(rb: TensorDictReplayBuffer, name: str) -> Key:
     from expstore.core.values import key_name
 
     schema = rb.schema

@@ -111,7 +111,7 @@ def _stores() -> Iterator[dict[str, Any]]:
         if MANIFEST not in names or any(part.startswith(".") for part in parts) or len(parts) < 2:
             continue
         facts = survey(folder)
-        size = sum(disk.used(inside / name) for inside, files in disk.tree(folder) for name in files)
+        size = sum(disk.measure_space(inside / name) for inside, files in disk.tree(folder) for name in files)
         yield {
             "name": f"{parts[0]}:{'/'.join(parts[1:])}",
             "path": str(folder),

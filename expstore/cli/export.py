@@ -15,7 +15,7 @@ from expstore.cli.interrupt import stoppable
 from expstore.cli.output import print_json, size_text
 from expstore.cli.paths import to_local
 from expstore.exchange.base import no_progress
-from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, lost_by
+from expstore.exchange.format_limits import LOSSES, LOST_BY_ALL, describe_losses
 from expstore.exchange.progress_bar import show_import, show_progress
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def export(
     names = None if fields is None else [name.strip() for name in fields.split(",")]
     which = where if episodes is None else parse_episodes(episodes)
     more = {} if dataset_id is None else {"dataset_id": dataset_id}
-    _note([f"the export will not contain {lost_by(chosen[0])}"])
+    _note([f"the export will not contain {describe_losses(chosen[0])}"])
     with show_progress("exporting") as show, stoppable(show) as progress:
         done = exporter(chosen[0])(
             store, target, fields=names, episodes=which, version=version, progress=progress, **more
@@ -278,15 +278,15 @@ def _import_data_set(format: str, source: Path, store: Path, options: Mapping[st
             _note(reader.notes())
             with show_import(show_progress) as (checking, rows):
 
-                def checked(done: int, total: int) -> None:
+                def report_check(done: int, total: int) -> None:
                     checking(done, total)
                     check(done, total)
 
-                def imported(done: int, total: int) -> None:
+                def report_import(done: int, total: int) -> None:
                     rows(done, total)
                     check(done, total)
 
-                return import_dataset(reader, store, progress=imported, checking=checked)
+                return import_dataset(reader, store, progress=report_import, checking=report_check)
     except KeyboardInterrupt:
         typer.echo("stopped; the same command continues the import", err=True)
         raise

@@ -87,7 +87,7 @@ def _ask(path: Path, query: str, most: int | None, *, several: bool) -> Result:
         if storage.counters.recovered:
             typer.echo(f"note: {path}: {storage.counters.recovered}", err=True)
         try:
-            return _interruptibly(lambda: _query(catalog, query, most))
+            return _ask_in_thread(lambda: _query(catalog, query, most))
         except QueryError as exc:
             if several:
                 raise QueryError(f"{path}: {exc.message}", kind=exc.kind, hint=exc.hint) from exc
@@ -101,7 +101,7 @@ def _query(catalog: Catalog, query: str, most: int | None) -> Result:
     return catalog.query(query, None)
 
 
-def _interruptibly(ask: Callable[[], Result]) -> Result:
+def _ask_in_thread(ask: Callable[[], Result]) -> Result:
     """Call `ask` in a thread: DuckDB does not always notice Ctrl-C while it works in the main thread."""
     with ThreadPoolExecutor(1) as pool:
         try:

@@ -38,9 +38,9 @@ def resize(
     """Change the capacity of a store; no process may write to it meanwhile."""
     if (capacity is None) != unbounded:
         raise typer.BadParameter("pass either --capacity N or --unbounded")
-    from expstore.maintenance.resize import planned
+    from expstore.maintenance.resize import open_for_resize
 
-    with planned(store, capacity=capacity) as (outcome, run):
+    with open_for_resize(store, capacity=capacity) as (outcome, run):
         if outcome.recovered:
             typer.echo(f"note: {outcome.recovered}", err=True)
         if outcome.given_up and not yes:

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
-from expstore.buffers.domain_checks import fitting
+from expstore.buffers.domain_checks import select_specs
 from expstore.buffers.replay_buffer import ReplayBuffer
 from expstore.collectors.environments import AnyVectorEnv
 from expstore.core.values import Array, IntArray, Key, key_name
@@ -162,7 +162,7 @@ class LaneCollector:
         self.finished: list[float] = []
         self._observation_leaves = _leaves(self._env.single_observation_space, ("observation",))
         self._action_leaves = _leaves(self._env.single_action_space, ("action",))
-        self._act = _RandomActions(self._env, seed) if policy is None else _ignoring_resets(policy)
+        self._act = _RandomActions(self._env, seed) if policy is None else _ignore_resets(policy)
         self._steps_per_lane = steps_per_lane
         self._block = self._new_block()
         lanes = self._env.num_envs
@@ -290,10 +290,10 @@ class LaneCollector:
         elif self._mode is AutoresetMode.DISABLED and self._ended.any():
             # A copy: gymnasium removes the mask from the dict and may keep it.
             fresh = self._env.reset(options={"reset_mask": self._ended.copy()})[0]
-            self._observation = self._merged(fresh)
+            self._observation = self._merge(fresh)
             self._ended = np.zeros_like(self._ended)
 
-    def _merged(self, fresh: Any) -> Any:
+    def _merge(self, fresh: Any) -> Any:
         """Return the current observations, with those of the ended lanes replaced from `fresh`."""
         lanes, leaves = self._env.num_envs, self._observation_leaves
         merged = _columns(self._observation, leaves, lanes, "the environment")
@@ -345,7 +345,7 @@ class LaneCollector:
 def describe_rows(rb: ReplayBuffer, specs: Mapping[Key, TensorSpec]) -> None:
     """Store specs of fields, unless the buffer has specs; those that do not fit the fields are left out."""
     if rb.schema is not None and rb.specs is None:
-        found = fitting(dict(specs), rb.schema)
+        found = select_specs(dict(specs), rb.schema)
         if not found.is_empty():
             rb.set_specs(found)
 
@@ -565,7 +565,7 @@ class _RandomActions:
         return _nest(self._space, ("action",), columns)
 
 
-def _ignoring_resets(policy: Callable[[Any], Any]) -> Callable[[Any, BoolArray], Any]:
+def _ignore_resets(policy: Callable[[Any], Any]) -> Callable[[Any, BoolArray], Any]:
     return lambda observation, resets: policy(observation)
 
 

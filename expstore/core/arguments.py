@@ -60,13 +60,13 @@ def refuse_unknown(
         known = tuple(inspect.signature(function).parameters)
 
         @functools.wraps(function)
-        def checked(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        def check_and_call(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
             for name, value in kwargs.items():
                 if name not in known:
                     raise unknown_keyword(f"{function.__name__}()", name, value, known, parts)
             return function(*args, **kwargs)
 
-        return checked
+        return check_and_call
 
     return decorate
 

@@ -50,9 +50,9 @@ class Recycled:
         # A view refers to the array at the end of its chain of views. An array made from a memoryview is such
         # an end, so every view of `lent`, and every tensor, keeps `lent` alive.
         lent = np.frombuffer(memory.data, np.uint8)
-        weakref.finalize(lent, self._back, memory).atexit = False
+        weakref.finalize(lent, self._put_back, memory).atexit = False
         return lent.view(dtype).reshape(shape)
 
-    def _back(self, memory: Array) -> None:
+    def _put_back(self, memory: Array) -> None:
         if not self._kept:
             self._kept.append(memory)

@@ -112,7 +112,7 @@ class DrawState:
         self.replaced = False
         #: How often `set` was called, and how many of these calls a checkpoint has stored.
         self.sets = self.sets_kept = 0
-        self._lock = (order or LockOrder()).ranked("draw", threading.Lock())
+        self._lock = (order or LockOrder()).rank_lock("draw", threading.Lock())
         self._sink = sink
         self._stream = stream
         self._source: Callable[[], RandomnessSource | None] = _no_source

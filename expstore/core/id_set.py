@@ -45,10 +45,10 @@ class IdSet:
         if isinstance(runs, IdSet):
             return runs
         pairs = np.array(list(runs), np.int64).reshape(-1, 2)
-        return cls.merged(pairs[:, 0], pairs[:, 1])
+        return cls.merge(pairs[:, 0], pairs[:, 1])
 
     @classmethod
-    def merged(cls, first: _Ids, last: _Ids) -> IdSet:
+    def merge(cls, first: _Ids, last: _Ids) -> IdSet:
         """Return the set of the ids of runs, which may overlap and have any order. Shapes `(n,)`."""
         if not first.size:
             return NO_IDS
@@ -62,29 +62,24 @@ class IdSet:
     @classmethod
     def of_ids(cls, ids: _Ids) -> IdSet:
         """Return the set of these ids, which may have any order. Shape `(n,)`."""
-        return cls.merged(ids, ids)
+        return cls.merge(ids, ids)
 
-    def joined(self, other: IdSet) -> IdSet:
+    def join(self, other: IdSet) -> IdSet:
         """Return the union of both sets."""
         if not other or not self:
             return self or other
-        return IdSet.merged(np.append(self.first, other.first), np.append(self.last, other.last))
+        return IdSet.merge(np.append(self.first, other.first), np.append(self.last, other.last))
 
-    def common(self, other: IdSet) -> IdSet:
+    def intersect(self, other: IdSet) -> IdSet:
         """Return the intersection of both sets."""
         points = np.unique(np.concatenate([self.first, self.last + 1, other.first, other.last + 1]))
         first, last = points[:-1], points[1:] - 1
         both = self.holds(first) & other.holds(first)
-        return IdSet.merged(first[both], last[both])
+        return IdSet.merge(first[both], last[both])
 
-    def widened(self, ids: int) -> IdSet:
+    def widen(self, ids: int) -> IdSet:
         """Return the runs, each extended by this number of ids at both ends."""
-        return IdSet.merged(self.first - ids, self.last + ids)
-
-    def shortened(self, ids: int) -> IdSet:
-        """Return the runs, each shortened by this number of ids at its end; empty runs are removed."""
-        kept = self.last - ids >= self.first
-        return IdSet(self.first[kept], self.last[kept] - ids)
+        return IdSet.merge(self.first - ids, self.last + ids)
 
     def between(self, low: int, last: int) -> IdSet:
         """Return the runs that contain ids in (low, last]: cut off after `last`, but not at `low`."""
@@ -93,7 +88,7 @@ class IdSet:
             return self
         return IdSet(self.first[kept], np.minimum(self.last[kept], last))
 
-    def shifted(self, shift: int) -> IdSet:
+    def shift(self, shift: int) -> IdSet:
         """Return the runs with all ids increased by `shift`."""
         return IdSet(self.first + shift, self.last + shift)
 

@@ -123,7 +123,7 @@ class WriteKeys:
         number = self._numbers.get(key.name)
         if number is None:
             return None
-        _, rows, _, _, digest, first, time = ENTRY.unpack_from(self._ring, self._at(number))
+        _, rows, _, _, digest, first, time = ENTRY.unpack_from(self._ring, self._offset_of(number))
         if now - time > KEPT_US:
             return None
         found = Written(first, rows & ~_DROPPED, bool(rows & _DROPPED))
@@ -133,7 +133,7 @@ class WriteKeys:
 
     def note(self, key: WriteKey, first_id: int, count: int, time: int) -> None:
         """Record a key whose rows are published."""
-        number, at = self.number, self._at(self.number)
+        number, at = self.number, self._offset_of(self.number)
         # A slice assignment after the last byte extends the bytearray.
         self._ring[at : at + ENTRY.size] = pack_entry(number, key, first_id, count, time)
         self._numbers[key.name] = number
@@ -151,13 +151,13 @@ class WriteKeys:
         """
         self._ring, self._numbers, self._oldest, self.number = ring, numbers, oldest, number
 
-    def _at(self, number: int) -> int:
+    def _offset_of(self, number: int) -> int:
         return number % self.slots * ENTRY.size
 
     def _forget(self, now: int) -> None:
         """Forget keys beyond the limit and old keys; after the clock was set back, some are kept longer."""
         while self._oldest < self.number:
-            entry = ENTRY.unpack_from(self._ring, self._at(self._oldest))
+            entry = ENTRY.unpack_from(self._ring, self._offset_of(self._oldest))
             name, time = entry[3], entry[6]
             if self.number - self._oldest <= self._kept and now - time <= KEPT_US:
                 return

@@ -59,7 +59,7 @@ class LockOrder:
     def __init__(self) -> None:
         self._threads: threading.local | None = threading.local() if tuning.CHECK_LOCK_ORDER else None
 
-    def ranked(self, name: str, lock: _Lock) -> _Lock:
+    def rank_lock(self, name: str, lock: _Lock) -> _Lock:
         """Return a lock unchanged, or wrapped so that it checks the order.
 
         Args:

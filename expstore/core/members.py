@@ -72,7 +72,7 @@ class Members:
     def __init__(self, *members: Any) -> None:
         self._members = members
 
-    def _some(self, numbers: list[int]) -> Members:
+    def _select_members(self, numbers: list[int]) -> Members:
         """Return a collection of some members."""
         return type(self)(*[self._members[number] for number in numbers])
 
@@ -88,7 +88,7 @@ class Members:
         if isinstance(index, slice) and index == slice(None):
             return self
         found = find_members(index, len(self), type(self).__name__)
-        return self._members[found] if isinstance(found, int) else self._some(found)
+        return self._members[found] if isinstance(found, int) else self._select_members(found)
 
     def __len__(self) -> int:
         return len(self._members)

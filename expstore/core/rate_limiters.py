@@ -156,7 +156,7 @@ class RateLimiter:
             self._changed.notify_all()
 
     @contextmanager
-    def inserting(self, rows: int, *, needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def wait_to_insert(self, rows: int, *, needless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Wait until a number of rows may be inserted, as a context manager around the insert.
 
         The storage counts inserted rows itself.

@@ -23,8 +23,8 @@ __all__ = [
     "Runs",
     "Selection",
     "Window",
+    "check_key",
     "cut_run",
-    "given_key",
     "key_name",
     "merge_runs",
     "to_key",
@@ -53,7 +53,7 @@ def to_key(name: str | tuple[str, ...] | list[str]) -> Key:
     return tuple(name)
 
 
-def given_key(argument: str, value: Any) -> Key:
+def check_key(argument: str, value: Any) -> Key:
     """Check a key passed by a user and return it as a tuple.
 
     Args:

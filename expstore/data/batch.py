@@ -27,7 +27,7 @@ from expstore.core.bfloat16 import widen_bfloat16
 from expstore.core.values import Array, IntArray, Key, key_name
 from expstore.data.leaves import leaves_of, to_columns
 from expstore.data.nested_tensors import to_entry
-from expstore.data.to_arrays import ragged_rows
+from expstore.data.to_arrays import to_ragged_rows
 from expstore.data.variable_rows import UNKNOWN, columns_of, has_lazy, is_loose, leaves_of_rows, single_rows
 from expstore.episodes.segmentation import RowFacts
 from expstore.episodes.table import Steps
@@ -114,7 +114,7 @@ class Batch:
         # A field was added or dropped since.
         return schema.arrange(known.keys, [entry.dtype for entry in known.fields], self.arrays)
 
-    def given(self, schema: Schema) -> tuple[list[int], list[Array]]:
+    def select_columns(self, schema: Schema) -> tuple[list[int], list[Array]]:
         """Return the positions of the fields that the batch has, and one array for each.
 
         Raises:
@@ -122,7 +122,7 @@ class Batch:
         """
         if self.arranged is not None or tuple(self.keys) == schema.keys:
             return list(range(len(schema.fields))), self.columns(schema)
-        keys = schema.given(self.keys)
+        keys = schema.find_given(self.keys)
         where = [self.keys.index(key) for key in keys]
         dtypes, arrays = [self.dtypes[at] for at in where], [self.arrays[at] for at in where]
         return [schema.place(key) for key in keys], schema.arrange(keys, dtypes, arrays, partial=True)
@@ -239,7 +239,7 @@ def note_inner(shape: tuple[int, ...], data: TensorDictBase | None = None) -> st
         names = _names_of(data)[data.batch_dims - len(shape) :]
         if any(names):
             noted["names"] = names
-        if nested := _nested_dims(data, (), data.batch_dims):
+        if nested := _find_nested_dims(data, (), data.batch_dims):
             noted["nested"] = nested
     return json.dumps(noted) if noted else ""
 
@@ -253,13 +253,13 @@ def _names_of(data: Any) -> list[str | None]:
     return list(data.names) if data._has_names() else [None] * data.batch_dims
 
 
-def _nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[int], list[str | None]]]:
+def _find_nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[int], list[str | None]]]:
     """Return path, sizes and names of the dims that nested TensorDicts have beyond the first `known`."""
     found: list[tuple[Key, list[int], list[str | None]]] = []
     if isinstance(data, LazyStackedTensorDict):  # its rows may differ in shape
         known -= data.stack_dim < known
         data = data.tensordicts[0] if data.tensordicts else TensorDict({})
-        return _nested_dims(data, path, known)
+        return _find_nested_dims(data, path, known)
     for name, value in data.items():
         if isinstance(value, torch.Tensor) or is_non_tensor(value) or not is_tensor_collection(value):
             continue
@@ -267,7 +267,7 @@ def _nested_dims(data: Any, path: Key, known: int) -> list[tuple[Key, list[int],
         sizes = list(value.batch_size[known:])
         if sizes and -1 not in sizes:
             found.append((key, sizes, _names_of(value)[known:]))
-        found += _nested_dims(value, key, known)
+        found += _find_nested_dims(value, key, known)
     return found
 
 
@@ -359,7 +359,7 @@ class Intake:
                 _, wanted = self._wanted = self._wants(count)
             if single:
                 values = [
-                    value[None] if type(value) is np.ndarray else _one_number(value, *column)
+                    value[None] if type(value) is np.ndarray else _number_to_column(value, *column)
                     for value, column in zip(values, wanted, strict=True)
                 ]
             for array, (dtype, shape) in zip(values, wanted, strict=True):
@@ -379,7 +379,7 @@ class Intake:
 _LARGEST = {size: float(np.finfo(f"f{size}").max) for size in (2, 4, 8)}
 
 
-def _one_number(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
+def _number_to_column(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array | None:
     """Return a number as a column of one row; None if it needs a conversion. Floats are rounded."""
     if shape != (1,):
         return None
@@ -549,7 +549,7 @@ class Builder:
             if special == "bfloat16":
                 groups[group][name] = widen_bfloat16(column)
             elif special == ARROW:
-                groups[group][name] = ragged_rows(column, arrow, size)
+                groups[group][name] = to_ragged_rows(column, arrow, size)
             else:
                 groups[group][name] = column
         groups[0].update(root)

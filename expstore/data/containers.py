@@ -254,7 +254,7 @@ def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
     first = items[0]
     if is_tensor_collection(first):
         return LazyStackedTensorDict.maybe_dense_stack(list(items))
-    if typed and not isinstance(first, (dict, tuple)) and not _alike(items):
+    if typed and not isinstance(first, (dict, tuple)) and not _are_alike(items):
         return list(items)
     if isinstance(first, torch.Tensor):
         return torch.stack(list(items))
@@ -272,7 +272,7 @@ def stack(items: Sequence[Any], *, typed: bool = False) -> Any:
     return list(items)
 
 
-def _alike(items: Sequence[Any]) -> bool:
+def _are_alike(items: Sequence[Any]) -> bool:
     """Return whether rows are tensors, arrays or numbers of one shape."""
     if not all(isinstance(item, (torch.Tensor, np.ndarray, np.generic, bool, int, float)) for item in items):
         return False
@@ -398,7 +398,7 @@ class _TensorDicts(Form):
         self, columns: Sequence[Array], size: Sequence[int], root: dict[str, torch.Tensor]
     ) -> TensorDict:
         if self._variable and len(size) > 1:
-            return self._stacked(columns, size, root)
+            return self._build_stack(columns, size, root)
         if self._inner and root:
             root = {key: self._spread(values, size) for key, values in root.items()}
         return self._builder.build(columns, torch.Size((*size, *self._inner)), root, self._names)
@@ -406,7 +406,7 @@ class _TensorDicts(Form):
     def arrays(self, columns: Sequence[Array], size: Sequence[int], root: dict[str, Array]) -> dict[str, Any]:
         return self._builder.nest(columns, size, root)
 
-    def _stacked(
+    def _build_stack(
         self, columns: Sequence[Any], size: Sequence[int], root: dict[str, torch.Tensor]
     ) -> TensorDict:
         """Build rows of several dims as a lazy stack: nested tensors can have rows in one dim only."""

@@ -170,7 +170,7 @@ def _read(key: Key, leaf: Any, single: bool, schema: Schema | None) -> Any:
     elif hasattr(leaf, "__array__"):
         array = np.asarray(leaf)
         if array.dtype.kind in "biufc":
-            return _in_native_order(key, array)
+            return _to_native_order(key, array)
         leaf = array.tolist()
     return [leaf] if single else _values(key, leaf)
 
@@ -199,7 +199,7 @@ def _read_numbers(key: Key, leaf: Any, wanted: str | None) -> tuple[Array, str] 
     if kind not in "biufc":
         return None
     if kind not in _PLAIN or not _is_plain(leaf):
-        return _in_native_order(key, array)
+        return _to_native_order(key, array)
     # bfloat16 is left out, as NumPy only has its bits.
     fits = wanted in DTYPES and wanted != "bfloat16" and DTYPES[wanted].kind in _TAKEN_BY[kind]
     dtype = wanted if fits and wanted is not None else _PLAIN[kind]
@@ -218,7 +218,7 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, (bool, int, float)) and not isinstance(leaf, np.generic)
 
 
-def _in_native_order(key: Key, array: Array) -> tuple[Array, str]:
+def _to_native_order(key: Key, array: Array) -> tuple[Array, str]:
     """Return an array in this machine's byte order, and the name of its dtype.
 
     Raises:

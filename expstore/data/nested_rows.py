@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDictBase, is_non_tensor
 
 from expstore.core.values import IntArray, key_name, to_key
-from expstore.data.nested_tensors import is_packed, jagged, stack_values, strided
+from expstore.data.nested_tensors import is_packed, make_jagged, make_strided, stack_values
 from expstore.errors import SchemaError
 
 __all__ = ["join_rows", "split_rows", "take_rows"]
@@ -31,7 +31,7 @@ def split_rows(batch: _Batch, lengths: Sequence[int]) -> list[_Batch]:
         batch: A TensorDict with one batch dim.
         lengths: Number of rows of each run; their sum is the number of rows.
     """
-    if not _nested(batch):
+    if not _find_nested(batch):
         return list(batch.split(list(lengths)))
     stops = itertools.accumulate(lengths)
     return [take_rows(batch, slice(stop - rows, stop)) for rows, stop in zip(lengths, stops, strict=True)]
@@ -51,7 +51,7 @@ def take_rows(batch: _Batch, rows: Any) -> _Batch:
         >>> halves = take_rows(batch, slice(0, 128)), take_rows(batch, slice(128, 256))
         >>> shuffled = take_rows(batch, torch.randperm(256))
     """
-    nested = _nested(batch)
+    nested = _find_nested(batch)
     if not nested:
         found: _Batch = batch[rows]
         return found
@@ -66,7 +66,7 @@ def take_rows(batch: _Batch, rows: Any) -> _Batch:
     for key in texts:
         part.set(key, stack_values([]))
     for key in nested:
-        part.set(key, _taken(batch.get(key), numbers))
+        part.set(key, _take(batch.get(key), numbers))
     return part
 
 
@@ -82,7 +82,7 @@ def join_rows(batches: Sequence[_Batch]) -> _Batch:
     Example:
         >>> both = join_rows([rb.sample(), rb.sample()])
     """
-    nested = [_nested(batch) for batch in batches]
+    nested = [_find_nested(batch) for batch in batches]
     if not any(nested):
         whole: Any = torch.cat(list(batches))
         return whole  # type: ignore[no-any-return]
@@ -91,11 +91,11 @@ def join_rows(batches: Sequence[_Batch]) -> _Batch:
         raise SchemaError(f"field {name!r} is a nested tensor in some batches only")
     joined: Any = torch.cat([batch.exclude(*nested[0]) for batch in batches])
     for key in nested[0]:
-        joined.set(key, _joined(key_name(to_key(key)), [batch.get(key) for batch in batches]))
+        joined.set(key, _join(key_name(to_key(key)), [batch.get(key) for batch in batches]))
     return joined  # type: ignore[no-any-return]
 
 
-def _nested(batch: TensorDictBase) -> list[Any]:
+def _find_nested(batch: TensorDictBase) -> list[Any]:
     items = batch.items(include_nested=True, leaves_only=True)
     return [key for key, leaf in items if isinstance(leaf, torch.Tensor) and leaf.is_nested]
 
@@ -110,7 +110,7 @@ def _non_tensors(batch: TensorDictBase, path: tuple[str, ...] = ()) -> list[Any]
     return found
 
 
-def _taken(nested: Any, numbers: IntArray) -> torch.Tensor:
+def _take(nested: Any, numbers: IntArray) -> torch.Tensor:
     """Return a copy of some rows of a nested tensor."""
     if nested.layout is not torch.jagged or not is_packed(nested):
         rows = nested.unbind(0)
@@ -120,10 +120,10 @@ def _taken(nested: Any, numbers: IntArray) -> torch.Tensor:
     ends = np.cumsum(lengths)
     places = np.repeat(starts[:-1][numbers] - (ends - lengths), lengths) + np.arange(lengths.sum())
     values = nested.values().index_select(0, torch.from_numpy(places).to(nested.device))
-    return jagged(values, np.concatenate([np.zeros(1, np.int64), ends]))
+    return make_jagged(values, np.concatenate([np.zeros(1, np.int64), ends]))
 
 
-def _joined(name: str, parts: Sequence[Any]) -> torch.Tensor:
+def _join(name: str, parts: Sequence[Any]) -> torch.Tensor:
     parts = [part for part in parts if part.size(0)] or parts[:1]
     first = parts[0]
     if any(part.layout != first.layout or part.dtype != first.dtype for part in parts):
@@ -133,7 +133,7 @@ def _joined(name: str, parts: Sequence[Any]) -> torch.Tensor:
     starts = [part.offsets().cpu().numpy() for part in parts]
     ends = np.cumsum(np.concatenate([np.diff(ends) for ends in starts]))
     values = [part.values()[ends[0] : ends[-1]] for part, ends in zip(parts, starts, strict=True)]
-    return jagged(torch.cat(values), np.concatenate([np.zeros(1, np.int64), ends]))
+    return make_jagged(torch.cat(values), np.concatenate([np.zeros(1, np.int64), ends]))
 
 
 def _of_rows(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
@@ -145,4 +145,4 @@ def _of_rows(rows: list[torch.Tensor], like: Any) -> torch.Tensor:
     items = sizes.prod(1)
     none = torch.zeros(0, dtype=like.dtype, device=like.device)
     flat = torch.cat([none, *(row.reshape(-1) for row in rows)])
-    return strided(flat, sizes, np.cumsum(items) - items)
+    return make_strided(flat, sizes, np.cumsum(items) - items)

@@ -25,9 +25,9 @@ __all__ = [
     "from_nested",
     "from_tensors",
     "is_packed",
-    "jagged",
+    "make_jagged",
+    "make_strided",
     "stack_values",
-    "strided",
     "to_entry",
     "to_tensor",
     "to_values",
@@ -158,12 +158,12 @@ def to_tensor(column: pa.Array, found: Ragged) -> torch.Tensor:
     values = _tensor_of(flat, found.dtype)
     if found.is_list:
         values = values.reshape(-1, *(size or 0 for size in found.shape[1:]))
-        return jagged(values, offsets)
+        return make_jagged(values, offsets)
     sizes = column.field("shape").flatten().to_numpy().astype(np.int64).reshape(len(column), len(found.shape))
-    return strided(values, sizes, offsets[:-1].copy())
+    return make_strided(values, sizes, offsets[:-1].copy())
 
 
-def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
+def make_jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     """Return a jagged tensor over the memory of concatenated tensors.
 
     The lengths are passed to torch, because otherwise `to_padded_tensor` pads to the number of all values.
@@ -181,10 +181,10 @@ def jagged(values: torch.Tensor, offsets: IntArray) -> torch.Tensor:
     return found
 
 
-def strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
+def make_strided(values: torch.Tensor, sizes: IntArray, starts: IntArray) -> torch.Tensor:
     """Return a nested tensor over the memory of tensors of these sizes, each C-contiguous in `values`."""
     if not len(sizes):  # torch reads beyond a view of no rows, and its own constructor warns
-        return jagged(values, np.zeros(1, np.int64))
+        return make_jagged(values, np.zeros(1, np.int64))
     strides = np.ones_like(sizes)
     for dim in range(sizes.shape[1] - 2, -1, -1):
         strides[:, dim] = strides[:, dim + 1] * sizes[:, dim + 1]

@@ -16,7 +16,7 @@ from expstore.core.values import Array, Key
 from expstore.data.leaves import to_objects
 from expstore.data.nested_tensors import to_values
 
-__all__ = ["put_entry", "ragged_rows", "to_arrays"]
+__all__ = ["put_entry", "to_arrays", "to_ragged_rows"]
 
 
 def to_arrays(batch: Any) -> Any:
@@ -42,7 +42,7 @@ def to_arrays(batch: Any) -> Any:
     return batch
 
 
-def ragged_rows(column: Any, arrow: str, size: Sequence[int]) -> Array:
+def to_ragged_rows(column: Any, arrow: str, size: Sequence[int]) -> Array:
     """Convert variable-length rows to an array of objects: arrays, text, bytes, lists, dicts, None.
 
     Args:

@@ -119,7 +119,7 @@ def column_of_rows(key: Key, leaf: Any, *, typed: bool) -> tuple[Any, str]:
         SchemaError: The values are of several kinds, or of an unsupported kind.
     """
     if isinstance(leaf, torch.Tensor):
-        return _named(*from_nested(key, leaf))
+        return _name_type(*from_nested(key, leaf))
     tensors = [isinstance(value, torch.Tensor) for value in leaf]
     if leaf and (all(tensors) or (typed and all(_is_tensor(value) for value in leaf))):
         return _of_tensors(key, [torch.as_tensor(value) for value in leaf])
@@ -144,12 +144,12 @@ def _is_tensor(value: Any) -> bool:
 def _of_tensors(key: Key, rows: list[torch.Tensor]) -> tuple[Any, str]:
     first = rows[0]
     if any(row.shape != first.shape or row.dtype != first.dtype for row in rows):
-        return _named(*from_tensors(key, rows))
+        return _name_type(*from_tensors(key, rows))
     (array,), (dtype,) = to_columns([key], [torch.stack(rows)])
     return array, dtype
 
 
-def _named(found: Ragged, column: Any) -> tuple[Any, str]:
+def _name_type(found: Ragged, column: Any) -> tuple[Any, str]:
     return column, arrow_dtype(ragged_text(found.dtype, found.shape))
 
 

@@ -183,7 +183,7 @@ class AtariDQNReader(Reader):
                 if is_last_dump and cursor == slots - 1:
                     continue  # dumped right after another one: it has the same rows
                 if is_last_dump:
-                    joins = self._same_rows(former_number, number, cursor)
+                    joins = self._have_same_rows(former_number, number, cursor)
                 else:
                     joins = former is not None and added - former == slots
                 if former is not None and not joins:
@@ -196,7 +196,7 @@ class AtariDQNReader(Reader):
             former, former_number = added, number
         yield from cutter.cut()
 
-    def _same_rows(self, former: int, last: int, cursor: int) -> bool:
+    def _have_same_rows(self, former: int, last: int, cursor: int) -> bool:
         """Return whether two checkpoints have the same rows from a slot on, except for the last slot.
 
         The dump at the end of a run counts from 0, so its `add_count` does not tell whether rows were lost
@@ -293,7 +293,7 @@ class _Rows:
         )
 
     @staticmethod
-    def joined(parts: Sequence[_Rows]) -> _Rows:
+    def join_rows(parts: Sequence[_Rows]) -> _Rows:
         """Concatenate rows."""
         if len(parts) == 1:
             return parts[0]
@@ -377,7 +377,7 @@ class _Checkpoint:
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def _name_file(path: Path) -> Iterator[None]:
     """Add the path to errors that reading a file raises."""
     try:
         yield
@@ -428,12 +428,12 @@ class _ArrayFile:
     def finish(self) -> None:
         """Read the file to its end: the checksum of a .gz file follows the last byte of data."""
         if isinstance(self.stream, gzip.GzipFile):
-            with _naming(self.path):
+            with _name_file(self.path):
                 while self.stream.read(_READ_BYTES):
                     continue
 
     def _read(self, size: int) -> bytes:
-        with _naming(self.path):
+        with _name_file(self.path):
             data: bytes = self.stream.read(size)
         if len(data) != size:
             raise StorageError(f"cannot read {self.path}: the file is {size - len(data)} bytes too short")
@@ -446,11 +446,11 @@ def _open_array(path: Path) -> Iterator[_ArrayFile]:
     if path.suffix == ".gz":
         with open_to_read(path) as raw, io.BufferedReader(raw, _READ_BYTES) as file:
             with gzip.GzipFile(str(path), "rb", fileobj=file) as stream:
-                with _naming(path):
+                with _name_file(path):
                     shape, dtype = _read_header(path, stream)
                 yield _ArrayFile(path, stream, shape, dtype)
         return
-    with _naming(path):
+    with _name_file(path):
         about = json.loads(ReadingDisk().read_whole((path.parent / "meta.json").resolve()))[path.stem]
         shape = tuple(int(one) for one in about["shape"])
         dtype = np.dtype(str(about["dtype"]).removeprefix("torch."))
@@ -496,9 +496,9 @@ class _Cutter:
             parts = [piece] if self._held is None else [self._held, piece]
             self._held = None
             if piece.terminal[-1]:
-                yield _episode(_Rows.joined(parts), "terminated", None)
+                yield _episode(_Rows.join_rows(parts), "terminated", None)
                 continue
-            joined = _Rows.joined(parts)
+            joined = _Rows.join_rows(parts)
             self._held = joined.part(len(joined) - 1, len(joined))
             if len(joined) > 1:
                 body = joined.part(0, len(joined) - 1)

@@ -19,7 +19,7 @@ from expstore.datasets.seams import rows_differ
 from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError
-from expstore.exchange.base import required
+from expstore.exchange.base import import_library
 
 __all__ = ["D4RLReader"]
 
@@ -65,7 +65,7 @@ class D4RLReader(Reader):
         if wrong or (split_on is not None and not split_on):
             raise SchemaError(f"split_on={split_on!r} is not a choice of 'terminals' and 'timeouts'")
         self._split_on = tuple(split_on) if split_on is not None else _default_split(self._path.name)
-        self._h5py = required("h5py")
+        self._h5py = import_library("h5py")
         with self._open() as file:
             arrays = self._arrays(file)
             absent = [name for name in _NAMES if name not in arrays]

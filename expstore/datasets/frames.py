@@ -14,7 +14,7 @@ import numpy as np
 
 from expstore.core.values import Array
 from expstore.errors import SchemaError, StorageError
-from expstore.exchange.base import required
+from expstore.exchange.base import import_library
 
 __all__ = ["VideoFrames", "decode_image", "decode_images"]
 
@@ -31,7 +31,7 @@ def decode_image(data: bytes) -> Array:
         StorageError: The bytes are not an image.
         ModuleNotFoundError: Pillow is not installed.
     """
-    Image = required("PIL.Image")
+    Image = import_library("PIL.Image")
     try:
         with Image.open(io.BytesIO(data)) as image:
             pixels = np.asarray(image.convert("RGB") if image.mode == "P" else image)
@@ -72,7 +72,7 @@ class VideoFrames:
     """
 
     def __init__(self, path: Path, fps: float) -> None:
-        av = required("av")
+        av = import_library("av")
         open_video, self._av_error = av.open, av.FFmpegError
         self._path, self._tolerance = path, 0.5 / fps
         try:

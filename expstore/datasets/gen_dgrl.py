@@ -86,7 +86,7 @@ class GenDGRLReader(Reader):
                 raise type(exc)(f"{name}: {exc}") from exc
             except (tarfile.TarError, lzma.LZMAError) as exc:
                 raise StorageError(f"cannot read {name}: {exc}") from exc
-            arrays = _checked(name, found)
+            arrays = _check_arrays(name, found)
             done += len(arrays["actions"])
             yield from _episodes(arrays)
 
@@ -106,7 +106,7 @@ class GenDGRLReader(Reader):
                 raise StorageError(f"cannot read {self._path} as a tar archive: {exc}") from exc
 
 
-def _checked(name: str, found: Any) -> dict[str, Array]:
+def _check_arrays(name: str, found: Any) -> dict[str, Array]:
     """Return the arrays of a trajectory."""
     if not isinstance(found, dict):
         raise SchemaError(f"{name} contains a {type(found).__name__}; a dict of arrays is expected")

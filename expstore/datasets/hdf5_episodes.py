@@ -89,7 +89,7 @@ class _GroupedReader(Reader):
     def count_rows(self, part: Part) -> int:
         """Return the number of steps."""
         with reading_hdf5(self._path) as file:
-            return sum(_steps(name, _sorted_out(self._arrays(file, name))) for name in self._names)
+            return sum(_steps(name, _sort(self._arrays(file, name))) for name in self._names)
 
     def episodes(self, part: Part) -> Iterator[Episode]:
         """Yield the episodes, long ones in pieces of about 16 MB."""
@@ -99,7 +99,7 @@ class _GroupedReader(Reader):
 
     def _pieces(self, file: Any, name: str, number: int) -> Iterator[Episode]:
         arrays = self._arrays(file, name)
-        found = _sorted_out(arrays)
+        found = _sort(arrays)
         steps = _steps(name, found)
         end, facts = self._end(found, steps), self._episode_facts(file, name)
         row_bytes = sum(one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in arrays.values())
@@ -131,7 +131,7 @@ class _GroupedReader(Reader):
         observation = _read(found["observation"], start, stop + 1)
         after = found.get("next")
         if last and after is not None:
-            observation = _joined(observation, _read(after, steps - 1, steps), stop - start)
+            observation = _append_last(observation, _read(after, steps - 1, steps), stop - start)
         reward = found.get("reward")
         return Episode(
             observation=observation,
@@ -144,7 +144,7 @@ class _GroupedReader(Reader):
         )
 
     def _describe(self, arrays: Mapping[str, Any]) -> list[str]:
-        found = _sorted_out(arrays)
+        found = _sort(arrays)
         steps = _steps(self._names[0], found)
         notes = [f"{path!r} is not numeric and is left out" for path in found["text"]]
         return notes + [
@@ -305,7 +305,7 @@ def _is_d3rlpy(file: Any) -> bool:
     return all(name in file for name in ("actions_0", "rewards_0", "terminated_0"))
 
 
-def _sorted_out(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _sort(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays of an episode by meaning: an array, or arrays by the rest of their path."""
     found: dict[str, Any] = {"other": {}, "text": [], "observation": None, "action": None, "info": None}
     tops = {path.split("/")[0] for path in arrays}
@@ -369,11 +369,11 @@ def _read(arrays: Any, start: int, stop: int) -> Any:
     return tree
 
 
-def _joined(states: Any, after: Any, count: int) -> Any:
+def _append_last(states: Any, after: Any, count: int) -> Any:
     """Return states with the state after the last step appended if it is missing."""
     if isinstance(states, dict):
         return {
-            name: _joined(values, after[name], count) if name in after else values
+            name: _append_last(values, after[name], count) if name in after else values
             for name, values in states.items()
         }
     return np.concatenate([states, after]) if len(states) == count else states

@@ -92,14 +92,14 @@ def import_dataset(
     is_there = disk.exists(path / MANIFEST)
     if not is_there:
         check_target(disk, path)
-    known = _recorded_files(disk, path if is_there else building)
+    known = _read_recorded_files(disk, path if is_there else building)
     described = _describe_parts(parts, known, checking)
     with _reading("the source"):
         made_of = json.loads(
             json.dumps({"format": reader.format, "options": dict(reader.options()), "parts": described})
         )
     if is_there:
-        return _imported_before(path, made_of, reader)
+        return _describe_import(path, made_of, reader)
     hashes = [str(part["sha256"]) for part in described]
     with _reading("the source"):
         facts = json.loads(json.dumps(dict(reader.facts())))
@@ -109,7 +109,7 @@ def import_dataset(
         total = _total(reader, parts)
         done = 0
         sources = [f"{part.name}@{digest[:16]}" for part, digest in zip(parts, hashes, strict=True)]
-        stored = _stored_rows(rb)
+        stored = _count_rows(rb)
         for place, (part, source) in enumerate(zip(parts, sources, strict=True)):
             if any(stored.get(later) for later in sources[place + 1 :]):
                 done += stored.get(source, 0)  # complete: parts are written in order
@@ -127,7 +127,7 @@ def import_dataset(
 # -- which files -----------------------------------------------------------------------------------------
 
 
-def _recorded_files(disk: Disk, store: Path) -> dict[str, Mapping[str, Any]]:
+def _read_recorded_files(disk: Disk, store: Path) -> dict[str, Mapping[str, Any]]:
     """Return the parts that a store, or an interrupted import, recorded, by name."""
     if not disk.exists(store / MANIFEST):
         return {}
@@ -179,7 +179,7 @@ def _size(path: Path) -> int:
 def _stamp(part: Part) -> str:
     """Return a hash of the names, sizes and modification times of a part's files."""
     disk, files = ReadingDisk(), [Path(file) for file in part.files]
-    facts = [[file.name, disk.size(file), disk.modified(file)] for file in files]
+    facts = [[file.name, disk.size(file), disk.read_mtime(file)] for file in files]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -197,7 +197,7 @@ def _hash_file(path: Path, before: int, total: int, checking: Progress) -> str:
     return digest.hexdigest()
 
 
-def _without_stamps(made_of: Any) -> Any:
+def _remove_stamps(made_of: Any) -> Any:
     """Return the import record without stamps, so that copies of the files compare equal."""
     if not isinstance(made_of, Mapping) or "parts" not in made_of:
         return made_of
@@ -207,17 +207,17 @@ def _without_stamps(made_of: Any) -> Any:
 
 def _identity(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the meta of a store without the stamps of its parts."""
-    return {**meta, "import": _without_stamps(meta.get("import"))}
+    return {**meta, "import": _remove_stamps(meta.get("import"))}
 
 
-def _imported_before(path: Path, made_of: Mapping[str, Any], reader: Reader) -> Imported:
+def _describe_import(path: Path, made_of: Mapping[str, Any], reader: Reader) -> Imported:
     """Return the result of an earlier import of the same files.
 
     Raises:
         StateError: The store was made from other files.
     """
     with open_store(path, mode="r") as rb:
-        if _without_stamps(rb.meta.get("import")) != _without_stamps(made_of):
+        if _remove_stamps(rb.meta.get("import")) != _remove_stamps(made_of):
             raise StateError(
                 f"{path} exists and was not imported from these files",
                 hint="choose another path, or remove it first",
@@ -243,7 +243,7 @@ def _open_building(
     return open_store(path, mode="x", meta=dict(made_of), **settings)
 
 
-def _stored_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
+def _count_rows(rb: TensorDictReplayBuffer) -> dict[str, int]:
     """Return the number of rows written by each source."""
     return dict(rb.sql("SELECT source, CAST(sum(length) AS BIGINT) FROM episodes GROUP BY source").fetchall())
 
@@ -415,7 +415,7 @@ class _Batch:
             if piece.keys() != first.keys():
                 differing = sorted(map(key_name, piece.keys() ^ first.keys()))
                 raise SchemaError(f"some episodes have {', '.join(differing)}, and others do not")
-        columns = {key: self._tensor(key, _joined([piece[key] for piece in pieces], key)) for key in first}
+        columns = {key: self._tensor(key, _join([piece[key] for piece in pieces], key)) for key in first}
         self._rb.extend(TensorDict(columns, [rows]), source=self._source)
 
     def _tensor(self, key: Key, values: Array) -> torch.Tensor:
@@ -426,7 +426,7 @@ class _Batch:
         return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
-def _joined(pieces: Sequence[Array], key: Key) -> Array:
+def _join(pieces: Sequence[Array], key: Key) -> Array:
     try:
         found = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     except ValueError as exc:

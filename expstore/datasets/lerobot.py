@@ -27,7 +27,7 @@ from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.base import open_to_read, required
+from expstore.exchange.base import import_library, open_to_read
 
 __all__ = ["LEROBOT_KEYS", "LeRobotReader", "lerobot_key", "map_option"]
 
@@ -113,13 +113,13 @@ class LeRobotReader(Reader):
         key_map: Mapping[str, str | Key] | None = None,
         decode_video: bool = True,
     ) -> None:
-        self._parquet = required("pyarrow.parquet")
+        self._parquet = import_library("pyarrow.parquet")
         self._meta = _Metadata(local_path(source))
         self._key_map = dict(key_map or {})
         videos = self._meta.videos
         self._videos = videos if decode_video else []
         if self._videos:
-            required("av")
+            import_library("av")
         self._files = self._find_files()
         self._columns = self._find_columns()
         self._check_keys()
@@ -327,7 +327,7 @@ class LeRobotReader(Reader):
         return _File(path, int(index.min()), int(index.max()), index.size, is_sorted, episodes.tolist())
 
     def _open(self, path: Path, raw: Any) -> Any:
-        arrow = required("pyarrow")
+        arrow = import_library("pyarrow")
         try:
             # Without a buffer, pyarrow reads a whole column of a row group at a time.
             return self._parquet.ParquetFile(raw, buffer_size=_READ_BYTES, pre_buffer=False)
@@ -336,7 +336,7 @@ class LeRobotReader(Reader):
 
     def _arrow_batches(self, file: _File, names: Sequence[str], size: int) -> Iterator[Any]:
         """Yield the rows of a file ordered by `index`. A file that is not in order is read as a whole."""
-        arrow = required("pyarrow")
+        arrow = import_library("pyarrow")
         with open_to_read(file.path) as raw:
             source = self._open(file.path, raw)
             if absent := [name for name in names if name not in source.schema_arrow.names]:
@@ -412,7 +412,7 @@ class _Column:
 
 
 def _kind(type_: Any) -> Literal["number", "text", "image", "other"]:
-    types = required("pyarrow").types
+    types = import_library("pyarrow").types
     if types.is_struct(type_):
         return "image" if any(field.name == "bytes" for field in type_) else "other"
     if types.is_string(type_) or types.is_large_string(type_):
@@ -425,8 +425,8 @@ def _kind(type_: Any) -> Literal["number", "text", "image", "other"]:
 
 def _numbers(array: Any, name: str) -> Array:
     """Return a column of numbers, or of lists of one length, as an array."""
-    types = required("pyarrow").types
-    compute = required("pyarrow.compute")
+    types = import_library("pyarrow").types
+    compute = import_library("pyarrow.compute")
     dims = [len(array)]
     while types.is_nested(array.type):
         lengths = compute.min_max(compute.list_value_length(array)).as_py()
@@ -718,10 +718,10 @@ class _Metadata:
 
     @staticmethod
     def _parquet_rows(path: Path) -> list[dict[str, Any]]:
-        arrow = required("pyarrow")
+        arrow = import_library("pyarrow")
         with open_to_read(path) as raw:
             try:
-                file = required("pyarrow.parquet").ParquetFile(raw)
+                file = import_library("pyarrow.parquet").ParquetFile(raw)
                 # The statistics of the features are most of the file, and are not needed.
                 wanted = [
                     name for name in file.schema_arrow.names if not name.startswith(("stats/", "meta/"))

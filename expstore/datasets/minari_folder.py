@@ -26,7 +26,7 @@ from expstore.datasets.source_paths import check_folder
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
-from expstore.exchange.base import open_to_read, piece_rows, required
+from expstore.exchange.base import import_library, open_to_read, piece_rows
 from expstore.exchange.fill import settings_of
 from expstore.exchange.flat_files import from_stored
 from expstore.exchange.hdf5 import datasets_in, reading_hdf5
@@ -36,7 +36,7 @@ from expstore.exchange.minari_export import (
     MAIN,
     METADATA,
     STATUS_ATTRIBUTE,
-    stored_as,
+    find_stored_type,
 )
 from expstore.schema.schema import Field, Schema
 
@@ -97,7 +97,7 @@ class MinariReader(Reader):
             first = next(iter(found), None)
             if first is None:
                 raise SchemaError(f"{self._files.where} contains no episodes")
-            self._own = _exported_fields(self._about, first)
+            self._own = _read_own_fields(self._about, first)
             self._notes = _notes(first, self._own)
 
     def parts(self) -> list[Part]:
@@ -409,7 +409,7 @@ class _StoredRows(Episode):
         return self.stored
 
 
-def _exported_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | None:
+def _read_own_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | None:
     """Return the fields that expstore recorded in `metadata.json`; None if it did not write the file."""
     own = about.get("expstore")
     if not own:
@@ -422,7 +422,7 @@ def _exported_fields(about: Mapping[str, Any], first: _Recorded) -> _Exported | 
         entry, values = known[int(place)], first.values.get(str(path))
         if values is None:
             raise SchemaError(f"{first.name} has no {path!r}")
-        if stored_as(entry, path) != (values.dtype.newbyteorder("<"), values.shape):
+        if find_stored_type(entry, path) != (values.dtype.newbyteorder("<"), values.shape):
             raise SchemaError(f"{first.name} has other values of {path!r} than {METADATA} describes")
         places[str(path)] = entry
         fields.append(entry)
@@ -466,9 +466,9 @@ class _Hdf5Files:
     def episodes(self) -> Iterator[Iterator[_Recorded]]:
         with reading_hdf5(self.where) as file:
             numbers = sorted(int(found[1]) for name in file if (found := _EPISODE.fullmatch(name)))
-            yield (self._recorded(file[f"episode_{number}"], number) for number in numbers)
+            yield (self._read_recorded(file[f"episode_{number}"], number) for number in numbers)
 
-    def _recorded(self, group: Any, number: int) -> _Recorded:
+    def _read_recorded(self, group: Any, number: int) -> _Recorded:
         values = {path: self._values(path, one) for path, one in datasets_in(group) if one.shape}
         return _Recorded(number, f"episode_{number}", values, dict(group.attrs))
 
@@ -476,7 +476,7 @@ class _Hdf5Files:
         rows, shape = dataset.shape[0], dataset.shape[1:]
         image = self._images.get(path)
         if image is not None and (dataset.dtype.kind == "O" or len(shape) == 1):
-            return _Values(rows, np.dtype("u1"), image, lambda a, b: _decoded(dataset[a:b]), True)
+            return _Values(rows, np.dtype("u1"), image, lambda a, b: _decode_images(dataset[a:b]), True)
         return _Values(rows, dataset.dtype, shape, lambda a, b: np.asarray(dataset[a:b]))
 
 
@@ -492,13 +492,15 @@ class _TableFiles:
         )
 
     def paths(self) -> list[Path]:
-        return [path for number in self._numbers for path in [*self._tables(number), self._said(number)]]
+        return [
+            path for number in self._numbers for path in [*self._tables(number), self._metadata_path(number)]
+        ]
 
     @contextmanager
     def episodes(self) -> Iterator[Iterator[_Recorded]]:
-        yield (self._recorded(number) for number in self._numbers)
+        yield (self._read_recorded(number) for number in self._numbers)
 
-    def _said(self, number: int) -> Path:
+    def _metadata_path(self, number: int) -> Path:
         return self.where / str(number) / METADATA
 
     def _tables(self, number: int) -> list[Path]:
@@ -507,11 +509,13 @@ class _TableFiles:
         names = [name for name in ReadingDisk().names(folder) if name.endswith(suffix)]
         return [folder / name for name in sorted(names)]
 
-    def _recorded(self, number: int) -> _Recorded:
-        said = _read_metadata(self._said(number).parent)
+    def _read_recorded(self, number: int) -> _Recorded:
+        said = _read_metadata(self._metadata_path(number).parent)
         tables = self._tables(number)
         if len(tables) != 1:
-            raise SchemaError(f"{self._said(number).parent} has {len(tables)} files of rows; 1 is expected")
+            raise SchemaError(
+                f"{self._metadata_path(number).parent} has {len(tables)} files of rows; 1 is expected"
+            )
         table = _read_table(tables[0])
         steps = int(said["total_steps"])
         if table.num_rows not in (steps, steps + 1):
@@ -535,7 +539,7 @@ class _TableFiles:
                 self._add(values, f"{path}/{part.name}", inside, part, rows)
         elif types.is_fixed_size_list(kind):
             dtype = np.dtype(kind.value_type.to_pandas_dtype())
-            shape = self._shapes.get(path, _noted_shape(entry, kind.list_size))
+            shape = self._shapes.get(path, _read_shape(entry, kind.list_size))
 
             def read(start: int, stop: int) -> Array:
                 found = column.slice(start, stop - start).combine_chunks()
@@ -548,7 +552,7 @@ class _TableFiles:
                 rows,
                 np.dtype("u1"),
                 image,
-                lambda a, b: _decoded(column.slice(a, b - a).to_pylist()),
+                lambda a, b: _decode_images(column.slice(a, b - a).to_pylist()),
                 True,
             )
         elif types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind):
@@ -584,7 +588,7 @@ def _numpy(values: Any) -> Array:
     return found
 
 
-def _noted_shape(entry: Any, size: int) -> tuple[int, ...]:
+def _read_shape(entry: Any, size: int) -> tuple[int, ...]:
     """Return the row shape of a list, which Minari records in the type of an info."""
     text = (entry.metadata or {}).get(b"shape")
     if text is None:
@@ -637,8 +641,8 @@ def _spaces(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from below(f"{group}s", json.loads(text))
 
 
-def _decoded(images: Iterable[Any]) -> Array:
-    image = required("PIL.Image")
+def _decode_images(images: Iterable[Any]) -> Array:
+    image = import_library("PIL.Image")
     found = [
         np.asarray(image.open(io.BytesIO(one if isinstance(one, bytes) else np.asarray(one).tobytes())))
         for one in images

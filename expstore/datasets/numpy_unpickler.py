@@ -143,7 +143,7 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
-        self.value = _filled(shape, dtype, bool(is_fortran), data)
+        self.value = _build_array(shape, dtype, bool(is_fortran), data)
 
 
 class _NdArray:
@@ -161,12 +161,12 @@ def _frombuffer(data: Any, dtype: Any, shape: Any, order: str) -> _Array:
     found = _Array()
     if not isinstance(data, (bytes, bytearray)):
         raise SchemaError(f"the values of an array are {type(data).__name__}")
-    found.value = _filled(shape, dtype, order == "F", bytes(data))
+    found.value = _build_array(shape, dtype, order == "F", bytes(data))
     return found
 
 
 def _scalar(dtype: Any, data: Any = b"") -> Any:
-    return _filled((), dtype, False, data)[()]
+    return _build_array((), dtype, False, data)[()]
 
 
 def _encode(text: Any, encoding: str) -> bytes:
@@ -186,7 +186,7 @@ def _complex(real: Any, imaginary: Any) -> complex:
     return complex(real, imaginary)
 
 
-def _filled(shape: Any, dtype: Any, is_fortran: bool, data: Any) -> Any:
+def _build_array(shape: Any, dtype: Any, is_fortran: bool, data: Any) -> Any:
     """Return an array of these bytes; for objects, the list of them."""
     if not isinstance(dtype, _Dtype):
         raise SchemaError("an array has no dtype")

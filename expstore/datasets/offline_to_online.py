@@ -149,7 +149,7 @@ class OfflineToOnlineReplayBuffer:
             batch = self._online.sample(size)
         else:
             drawn = self._offline.sample(offline, **self._options)
-            batch = _joined(drawn, self._online.sample(size - offline))
+            batch = _join(drawn, self._online.sample(size - offline))
         made = self._transform.forward(batch, self._numbers())
         return to_arrays(made) if (self._as_numpy if as_numpy is None else as_numpy) else made
 
@@ -272,7 +272,7 @@ def _fraction(offline_fraction: float) -> float:
     return float(offline_fraction)
 
 
-def _joined(offline: Any, online: Any) -> Any:
+def _join(offline: Any, online: Any) -> Any:
     """Concatenate the rows of both, without keys that only one of them has about its rows."""
     parts = [offline, online]
     if all(isinstance(part, torch.Tensor) for part in parts):

@@ -18,7 +18,7 @@ from expstore.datasets.episode import Part, Reader, Rows
 from expstore.datasets.source_paths import check_file
 from expstore.disk.local_path import local_path
 from expstore.errors import SchemaError, StorageError
-from expstore.exchange.base import open_to_read, required
+from expstore.exchange.base import import_library, open_to_read
 
 __all__ = ["OpenMLName", "OpenMLReader"]
 
@@ -67,8 +67,8 @@ class OpenMLReader(Reader):
                 f"{name or self._path.name!r} is not one of {', '.join(names)}", hint="pass name="
             )
         self._name = name
-        required("sklearn.preprocessing")
-        self._pandas = required("pandas")
+        import_library("sklearn.preprocessing")
+        self._pandas = import_library("pandas")
 
     def parts(self) -> list[Part]:
         """Return the file."""
@@ -95,7 +95,7 @@ class OpenMLReader(Reader):
                     raise StorageError(f"cannot read {self._path} as CSV: {exc}") from exc
                 texts = table.select_dtypes(exclude=["number", "bool"]).columns
                 return table.astype(dict.fromkeys(texts, "category"))
-            arff = required("scipy.io.arff")
+            arff = import_library("scipy.io.arff")
             text = bytes(raw.read()).decode("utf-8", "replace")
         try:
             values, about = arff.loadarff(io.StringIO(text))
@@ -109,7 +109,7 @@ class OpenMLReader(Reader):
 
     def _prepare(self, table: Any) -> tuple[Array, Array]:
         """Return features and classes."""
-        prepare = required("sklearn.preprocessing")
+        prepare = import_library("sklearn.preprocessing")
         if len(table.columns) < 2 or not len(table):
             raise SchemaError(f"{self._path} has {len(table.columns)} columns and {len(table)} rows")
         X, y = table.iloc[:, :-1].copy(), table.iloc[:, -1]

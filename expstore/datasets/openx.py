@@ -127,7 +127,7 @@ class OpenXReader(Reader):
         """Yield the episodes, long ones in pieces of 16 MB."""
         number = self._first_number(part)
         for name, file in self._files(part):
-            with _naming(name):
+            with _name_file(name):
                 steps = self._read(file)
                 if steps is not None:
                     yield from self._pieces(steps, number)
@@ -187,7 +187,7 @@ class OpenXReader(Reader):
         if self._known is None:
             for part in self._parts:
                 for name, file in self._files(part):
-                    with _naming(name):
+                    with _name_file(name):
                         steps = self._read(file)
                     if steps is not None:
                         self._known = steps.kinds
@@ -236,7 +236,7 @@ def _is_record(member: tarfile.TarInfo) -> bool:
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _name_file(name: str) -> Iterator[None]:
     """Add the name of a file to errors, including those of the archive that contains it."""
     try:
         yield

@@ -29,7 +29,7 @@ from expstore.datasets.tfrecord import Example, parse_example, read_records
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.base import required
+from expstore.exchange.base import import_library
 
 __all__ = ["RLDSReader", "Shard", "list_shards"]
 
@@ -153,7 +153,7 @@ class RLDSReader(Reader):
         self._leaves, self._metadata, self._left_out = _read_features(features, self._folder)
         self._shards = self._find_shards()
         if _file_format(self._info) == "array_record":
-            required("array_record.python.array_record_module")
+            import_library("array_record.python.array_record_module")
 
     def parts(self) -> list[Part]:
         """Return the shards, each with the files that describe it."""
@@ -228,7 +228,7 @@ class RLDSReader(Reader):
         if _file_format(self._info) == "tfrecord":
             yield from read_records(path)
             return
-        module = required("array_record.python.array_record_module")
+        module = import_library("array_record.python.array_record_module")
         try:
             reader = module.ArrayRecordReader(str(path))
         except (RuntimeError, ValueError) as exc:
@@ -305,7 +305,7 @@ class _Leaf:
     encoding: str = "none"
     ranks: int = 0
 
-    def nested(self) -> _Leaf:
+    def nest(self) -> _Leaf:
         """Return the feature as values of a sequence."""
         return _Leaf(self.key, self.kind, self.shape, self.dtype, self.encoding, self.ranks + 1)
 
@@ -349,7 +349,7 @@ def _walk(node: Mapping[str, Any], key: Key, above: Key, left_out: list[str]) ->
             yield from _walk(below, (*key, child), above, left_out)
     elif "sequence" in node:
         for leaf in _walk(node["sequence"]["feature"], key, above, left_out):
-            yield leaf.nested()
+            yield leaf.nest()
     elif "text" in node:
         yield _Leaf(key, "text")
     elif "image" in node:

@@ -19,7 +19,7 @@ from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError
-from expstore.exchange.base import required
+from expstore.exchange.base import import_library
 
 __all__ = ["RobosetReader"]
 
@@ -60,7 +60,7 @@ class RobosetReader(Reader):
             ]
             if not self._files:
                 raise NotFoundError(f"there is no .h5 file in {path}")
-        self._h5py = required("h5py")
+        self._h5py = import_library("h5py")
 
     def parts(self) -> list[Part]:
         """Return the files."""

@@ -110,7 +110,7 @@ class TensorDictReader(Reader):
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{key_name(key)} {count}" for key, count in list(lengths.items())[:4])
             raise SchemaError(f"{self._folder} has tensors of different lengths: {listed}")
-        self._order = self._written_order(next(iter(lengths.values())), is_dump)
+        self._order = self._find_order(next(iter(lengths.values())), is_dump)
 
     def parts(self) -> list[Part]:
         """Return the folder."""
@@ -153,7 +153,7 @@ class TensorDictReader(Reader):
         keys: dict[str, Key] = {
             name: ("next", name) if has_next else (name,) for name in ("terminated", "truncated", "done")
         }
-        flags = {name: _any(columns[key], count) for name, key in keys.items() if key in columns}
+        flags = {name: _find_flagged(columns[key], count) for name, key in keys.items() if key in columns}
         ended = np.zeros(count, bool)
         for flag in flags.values():
             ended |= flag
@@ -217,7 +217,7 @@ class TensorDictReader(Reader):
         else:
             self._left_out.append(key_name(key))
 
-    def _written_order(self, places: int, is_dump: bool) -> Array:
+    def _find_order(self, places: int, is_dump: bool) -> Array:
         """Return the positions of the rows, the oldest row first."""
         if not is_dump:
             return np.arange(places)
@@ -250,6 +250,6 @@ def _shape(key: Key, said: Any) -> tuple[int, ...]:
     return tuple(said)
 
 
-def _any(values: Array, count: int) -> Array:
+def _find_flagged(values: Array, count: int) -> Array:
     """Return a mask of the first rows in which a flag is set."""
     return np.asarray(values[:count].reshape(count, -1).any(axis=1))

@@ -22,7 +22,7 @@ from expstore.datasets.source_paths import check_exists
 from expstore.disk.files import ReadingDisk
 from expstore.disk.local_path import local_path
 from expstore.errors import NotFoundError, SchemaError, StorageError
-from expstore.exchange.base import open_to_read, required
+from expstore.exchange.base import import_library, open_to_read
 
 __all__ = ["VD4RLReader"]
 
@@ -97,18 +97,18 @@ def _arrays(path: Path) -> Iterator[Mapping[str, Any]]:
                     found = {name: file[name] for name in file.files}
             except (OSError, ValueError, zipfile.BadZipFile) as exc:
                 raise StorageError(f"cannot read {path} as .npz: {exc}") from exc
-            yield _checked(path, found)
+            yield _check_arrays(path, found)
             return
-        h5py = required("h5py")
+        h5py = import_library("h5py")
         try:
             file = h5py.File(raw, "r")
         except OSError as exc:
             raise SchemaError(f"{path} is not an HDF5 file: {exc}") from exc
         with file:
-            yield _checked(path, {name: one for name, one in file.items() if hasattr(one, "shape")})
+            yield _check_arrays(path, {name: one for name, one in file.items() if hasattr(one, "shape")})
 
 
-def _checked(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:
+def _check_arrays(path: Path, arrays: dict[str, Any]) -> Mapping[str, Any]:
     """Return the arrays with one row per image; images are called `pixels`."""
     pixels = arrays.pop("image", None)
     if pixels is None:
@@ -146,12 +146,12 @@ def _bounds(arrays: Mapping[str, Any]) -> list[tuple[int, int]]:
 def _end(arrays: Mapping[str, Any], last: int) -> End:
     """Return how the episode ends whose last image is in row `last`."""
 
-    def said(name: str) -> float | None:
+    def read_last(name: str) -> float | None:
         return float(np.asarray(arrays[name][last]).reshape(-1)[0]) if name in arrays else None
 
-    terminal, over, kind = said("is_terminal"), said("is_last"), said("step_type")
+    terminal, over, kind = read_last("is_terminal"), read_last("is_last"), read_last("step_type")
     if terminal is None and kind == _LAST:
-        terminal = float(said("discount") == 0)
+        terminal = float(read_last("discount") == 0)
     if terminal:
         return "terminated"
     return "truncated" if over or kind == _LAST else "cut"

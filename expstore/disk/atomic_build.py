@@ -14,7 +14,7 @@ from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError, StorageError
 
-__all__ = ["LOCK", "making"]
+__all__ = ["LOCK", "build_atomically"]
 
 #: Suffix of the temporary folder's name.
 SCRAP = ".tmp"
@@ -23,7 +23,9 @@ LOCK = "LOCK"
 
 
 @contextmanager
-def making(disk: Disk, target: Path, *, single: bool = False, doing: str = "exports to") -> Iterator[Path]:
+def build_atomically(
+    disk: Disk, target: Path, *, single: bool = False, doing: str = "exports to"
+) -> Iterator[Path]:
     """Create a temporary folder next to a target; rename it to the target at the end, remove it on an error.
 
     Args:

@@ -79,7 +79,7 @@ def start_links(
         if disk.kernels is None or sys.platform != "linux" or not names:
             given = zip(names, old, new, sizes, strict=True)
             codes[:] = [link_if(*each) for each in given]
-            rest = _nothing
+            rest = _do_nothing
         else:
             facts = [np.array(fact) for fact in ([f.fd for f in old], [f.fd for f in new], sizes)]
             # The caller has other work to do first; with this share, both threads end together on two cores.
@@ -120,7 +120,7 @@ def remove_files(disk: Disk, path: Path, pool: ThreadPoolExecutor) -> None:
             _side_by_side(pool, disk.kernels.unlink_files, [np.array(fds)], names, len(names) // 2)()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 

@@ -67,7 +67,7 @@ def _sync_data(fd: int) -> None:
         os.fdatasync(fd)
 
 
-def _failed(act: str, path: Path, exc: OSError) -> StorageError:
+def _to_error(act: str, path: Path, exc: OSError) -> StorageError:
     """Return a StorageError for a system error; return a StorageError (raised by a gate) unchanged."""
     if isinstance(exc, StorageError):
         error = exc
@@ -141,7 +141,7 @@ def link_if(name: str, old: File, new: File, size: int) -> int:
 
 def link_error(path: Path, code: int) -> StorageError | None:
     """Return the error for a code of `link_if`; None if the link was made or links are not supported."""
-    return _failed("link", path, _system_error(code)) if code > 0 and code not in _CANNOT_LINK else None
+    return _to_error("link", path, _system_error(code)) if code > 0 and code not in _CANNOT_LINK else None
 
 
 class File:
@@ -167,7 +167,7 @@ class File:
                 while done < size:
                     done += self.write_some(view[done:], size - done, offset + done)
         except OSError as exc:
-            raise _failed("write to", self.path, exc) from exc
+            raise _to_error("write to", self.path, exc) from exc
 
     def write_some(self, data: Any, size: int, offset: int) -> int:
         """Write as much of `data` as one system call does; return the number of bytes written.
@@ -198,7 +198,7 @@ class File:
                 parts.append(part)
                 offset, size = offset + len(part), size - len(part)
         except OSError as exc:
-            raise _failed("read", self.path, exc) from exc
+            raise _to_error("read", self.path, exc) from exc
         return b"".join(parts)
 
     def size(self) -> int:
@@ -206,7 +206,7 @@ class File:
         try:
             return os.fstat(self.fd).st_size
         except OSError as exc:
-            raise _failed("look at", self.path, exc) from exc
+            raise _to_error("look at", self.path, exc) from exc
 
     def next_data(self, offset: int) -> int:
         """Return the position of the first byte from `offset` on that is not in a hole, or the length.
@@ -229,7 +229,7 @@ class File:
             self.disk.count_syncs()
             _sync_data(self._descriptor())
         except OSError as exc:
-            raise _failed("sync", self.path, exc) from exc
+            raise _to_error("sync", self.path, exc) from exc
 
     def start_sync(self) -> None:
         """Make the system start writing, without waiting, so that later syncs of many files overlap."""
@@ -242,7 +242,7 @@ class File:
             self.disk.gate("truncate", self.path)
             os.ftruncate(self.fd, size)
         except OSError as exc:
-            raise _failed("resize", self.path, exc) from exc
+            raise _to_error("resize", self.path, exc) from exc
 
     def allocate(self, size: int) -> None:
         """Reserve disk blocks for the first `size` bytes and set the length."""
@@ -253,7 +253,7 @@ class File:
             else:
                 os.ftruncate(self.fd, size)
         except OSError as exc:
-            raise _failed("reserve space for", self.path, exc) from exc
+            raise _to_error("reserve space for", self.path, exc) from exc
 
     def release(self, start: int, stop: int) -> None:
         """Free disk blocks that were reserved and not written to, if the system supports it.
@@ -293,7 +293,7 @@ class File:
         except ValueError as exc:
             raise StorageError(f"cannot map {self.path}: {exc}") from exc
         except OSError as exc:
-            raise _failed("map", self.path, exc) from exc
+            raise _to_error("map", self.path, exc) from exc
 
     def try_lock(self) -> bool:
         """Try to take the advisory lock (flock) of this descriptor; return whether it was free."""
@@ -302,7 +302,7 @@ class File:
         except BlockingIOError:
             return False
         except OSError as exc:
-            raise _failed("lock", self.path, exc) from exc
+            raise _to_error("lock", self.path, exc) from exc
         return True
 
     def close(self) -> None:
@@ -350,7 +350,7 @@ class Disk:
             kind = File if write or create else _ReadFile
             return kind(self, path, _open_regular(path, flags))
         except OSError as exc:
-            raise _failed("open", path, exc) from exc
+            raise _to_error("open", path, exc) from exc
 
     def warm(self) -> None:
         """Load the compiled loop for small writes, in the background."""
@@ -411,7 +411,7 @@ class Disk:
         except OSError as exc:
             if exc.errno in _CANNOT_LINK:
                 return False
-            raise _failed("link", new, exc) from exc
+            raise _to_error("link", new, exc) from exc
         return True
 
     @property
@@ -494,7 +494,7 @@ class Disk:
         if self.kernels is not None:
             failed, code = self.kernels.sync_files(np.array([file.fd for file in files]))
             if code:
-                raise _failed("sync", files[failed].path, _system_error(code))
+                raise _to_error("sync", files[failed].path, _system_error(code))
 
     def write_whole(self, path: Path, data: bytes) -> None:
         """Replace the content of a file atomically, also across a power cut."""
@@ -522,7 +522,7 @@ class Disk:
             finally:
                 os.close(fd)
         except OSError as exc:
-            raise _failed("read", path, exc) from exc
+            raise _to_error("read", path, exc) from exc
         return parts[0] if len(parts) == 2 else b"".join(parts)
 
     def read_named(self, folder: File, name: str, size: int) -> bytes:
@@ -534,7 +534,7 @@ class Disk:
             finally:
                 os.close(fd)
         except OSError as exc:
-            raise _failed("read", folder.path / name, exc) from exc
+            raise _to_error("read", folder.path / name, exc) from exc
 
     def exists(self, path: Path) -> bool:
         """Return whether a path exists."""
@@ -581,13 +581,13 @@ class Disk:
         except FileNotFoundError:
             return -1
         except OSError as exc:
-            raise _failed("look at", path, exc) from exc
+            raise _to_error("look at", path, exc) from exc
 
-    def modified(self, path: Path) -> int:
+    def read_mtime(self, path: Path) -> int:
         """Return when a file was last modified, in nanoseconds since 1970."""
         return int(self._look(path, lambda: path.stat().st_mtime_ns))
 
-    def used(self, path: Path) -> int:
+    def measure_space(self, path: Path) -> int:
         """Return the disk space of a file, or of a folder with its content, in bytes."""
         names = [path, *path.rglob("*")] if path.is_dir() else [path]
         sizes: dict[tuple[int, int], int] = {}  # a file with several names counts once
@@ -645,7 +645,7 @@ class Disk:
         except FileNotFoundError:
             return []
         except OSError as exc:
-            raise _failed("list", path, exc) from exc
+            raise _to_error("list", path, exc) from exc
 
     def mounts(self) -> str:
         """Return the system's table of mounted file systems, one per line; "" if there is no table."""
@@ -658,14 +658,14 @@ class Disk:
         try:
             return ask()
         except OSError as exc:
-            raise _failed("look at", path, exc) from exc
+            raise _to_error("look at", path, exc) from exc
 
     def _do(self, act: str, path: Path, call: Callable[[], object]) -> None:
         try:
             self.gate(act, path)
             call()
         except OSError as exc:
-            raise _failed(act, path, exc) from exc
+            raise _to_error(act, path, exc) from exc
 
 
 class ReadingDisk(Disk):

@@ -42,7 +42,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         raise StateError(
             f"{url} is a URL, not a path on this machine",
             kind="path",
-            hint=_instead((found[1] or found[2]).lower()),
+            hint=_suggest_instead((found[1] or found[2]).lower()),
         )
     if "\0" in text:
         raise StateError(f"{text!r} contains a NUL character", kind="path", hint="pass the path of a folder")
@@ -52,7 +52,7 @@ def local_path(given: str | os.PathLike[str]) -> Path:
         raise StateError(f"{text}: {exc}", kind="path", hint="write the path without ~") from exc
 
 
-def _instead(scheme: str) -> str:
+def _suggest_instead(scheme: str) -> str:
     if scheme in ("http", "https"):
         return "expstore.connect(url) uses a store that `expstore serve` serves"
     if scheme == "file":

@@ -87,10 +87,10 @@ class WriterLock:
         self._file: File | None = None
         try:
             if not _take(self._folder):
-                raise _locked(path.parent, _text_of(disk, path))
+                raise _build_locked_error(path.parent, _text_of(disk, path))
             self._file = file = disk.open(path, create=True)
             if not _take(file):
-                raise _locked(path.parent, file.read(0, 4096))
+                raise _build_locked_error(path.parent, file.read(0, 4096))
             self.owner = Owner(os.getpid(), socket.gethostname(), time.time())
             file.write(json.dumps(asdict(self.owner)).encode().ljust(256), 0)
         except BaseException:
@@ -158,7 +158,7 @@ def _text_of(disk: Disk, path: Path) -> bytes:
         return b""
 
 
-def _locked(store: Path, text: bytes) -> LockedError:
+def _build_locked_error(store: Path, text: bytes) -> LockedError:
     owner = _parse_owner(text)
     if owner is None:
         return LockedError(f"cannot open {store} for writing: another process has it open")

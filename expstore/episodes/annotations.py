@@ -32,7 +32,7 @@ def pack_info(info: Mapping[str, Any] | None) -> str:
         return ""
     for key, value in info.items():
         if not isinstance(key, str):
-            raise _refused(key, f"a key must be text, not {type(key).__name__}")
+            raise _build_error(key, f"a key must be text, not {type(key).__name__}")
         _check(key, value)
     text = json.dumps(dict(info), ensure_ascii=False)
     try:
@@ -67,19 +67,19 @@ def _check(key: str, value: Any) -> None:
     if isinstance(value, dict):
         for name, member in value.items():
             if not isinstance(name, str):
-                raise _refused(key, f"a key in it is {type(name).__name__}, not text")
+                raise _build_error(key, f"a key in it is {type(name).__name__}, not text")
             _check(key, member)
     elif isinstance(value, list | tuple):
         for item in value:
             _check(key, item)
     elif isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
-            raise _refused(key, f"JSON cannot represent {value}")
+            raise _build_error(key, f"JSON cannot represent {value}")
     elif not (value is None or isinstance(value, str | int)):
-        raise _refused(key, f"JSON cannot represent a {type(value).__name__}")
+        raise _build_error(key, f"JSON cannot represent a {type(value).__name__}")
 
 
-def _refused(key: object, reason: str) -> SchemaError:
+def _build_error(key: object, reason: str) -> SchemaError:
     return SchemaError(
         f"info {key!r} cannot be stored: {reason}",
         hint="use text, numbers, booleans, None, and lists and dicts of them (item() of a tensor)",

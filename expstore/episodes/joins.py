@@ -97,7 +97,7 @@ class JoinMemory:
     names: tuple[Key, ...] = ()
     blind: int = 0
 
-    def carried(self) -> JoinMemory:
+    def carry_over(self) -> JoinMemory:
         """Return the memory for a journal that is read again, which may have more rows: without `ends`."""
         return replace(self, ends={}, required=dict(self.required), awaiting=set(self.awaiting))
 
@@ -207,7 +207,7 @@ class BatchJoins:
                 self.joined.append((source, episode, crc))
             return True
         if episode in memory.required:
-            raise _not_continued(name, episode)
+            raise _build_not_continued_error(name, episode)
         lane = piece[0]
         runs = [one for one in ([piece] if piece[4] > 1 else pieces) if one[0] == lane and one[4] > 1]
         if runs:
@@ -232,7 +232,7 @@ class BatchJoins:
         for number in memory.awaiting.intersection(names):
             adopted = [episode for episode, source in memory.required.items() if source == number]
             if adopted and continued.isdisjoint(adopted):
-                raise _not_continued(names[number], adopted[0])
+                raise _build_not_continued_error(names[number], adopted[0])
 
     def end_of(self, row: int) -> int | None:
         """Return the checksum of the next observations of a stored row; None if the row was removed."""
@@ -328,7 +328,7 @@ class BatchJoins:
         return True
 
 
-def _not_continued(name: str, episode: int) -> SchemaError:
+def _build_not_continued_error(name: str, episode: int) -> SchemaError:
     return SchemaError(
         f"the first row of source {name!r} does not continue episode {episode}, which was adopted: its "
         "observation is not the last next observation",

@@ -252,7 +252,7 @@ class EpisodeTable:
             if key in pending:
                 known = pending[key]
             else:
-                known = self._continued(key, low)
+                known = self._find_continued(key, low)
                 if known is not None and joins is not None and not starts:
                     last_id = self._open[key].last_id
                     if not joins.follows(number, known[0], last_id, piece, pieces, name=names[lane]):
@@ -302,7 +302,7 @@ class EpisodeTable:
             segments.append(segment)
         return segments
 
-    def _continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
+    def _find_continued(self, key: tuple[int, int | None], low: int) -> tuple[int, int, int] | None:
         episode = self._open.get(key)
         if episode is None or (episode.status == TRUNCATED and episode.last_id <= low):
             return None
@@ -603,9 +603,9 @@ class EpisodeTable:
 
     def tails(self) -> list[int]:
         """Return the newest row of each open episode of the own session's unnamed streams."""
-        return [one.last_id for one in self.open_of(self.unnamed_sources(self.session))]
+        return [one.last_id for one in self.open_of(self.find_unnamed_sources(self.session))]
 
-    def unnamed_sources(self, key: SessionKey) -> list[int]:
+    def find_unnamed_sources(self, key: SessionKey) -> list[int]:
         """Return the numbers of a session's unnamed stream, one for each lane."""
         session = self._sessions.get(key)
         return [] if session is None else list(session.unnamed.values())

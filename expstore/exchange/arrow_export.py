@@ -19,7 +19,7 @@ from expstore.exchange.base import (
     no_progress,
     piece_rows,
 )
-from expstore.exchange.export import Tally, exporting
+from expstore.exchange.export import Tally, open_export
 from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import check_names, rows_schema, to_batch
@@ -61,17 +61,17 @@ def export_arrow(
         >>> done = export_arrow(rb, "rows.arrow")
         >>> polars.read_ipc("rows.arrow/rows.arrow", columns=["_step", "next"])
     """
-    with exporting(
+    with open_export(
         "arrow", source, target, fields=fields, episodes=episodes, version=version, disk=disk, any_length=True
     ) as export:
         check_names(export.rows.user_fields)
-        with export.making() as temporary:
+        with export.build_target() as temporary:
             written = _write_rows(export.disk, temporary / "rows.arrow", export.rows, progress)
             facts = export.rows.facts
             with DiskFile(export.disk, temporary / "episodes.arrow", write=True) as file:
                 with pa.ipc.new_file(file, facts.schema) as out:
                     out.write_table(facts)
-    return export.done(written)
+    return export.summarize(written)
 
 
 def _write_rows(disk: Disk, path: Path, rows: Rows, progress: Progress) -> int:

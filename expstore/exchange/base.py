@@ -28,11 +28,11 @@ __all__ = [
     "Progress",
     "Tell",
     "ignore_notes",
+    "import_library",
     "names_of",
     "no_progress",
     "open_to_read",
     "piece_rows",
-    "required",
     "sync_tree",
 ]
 
@@ -109,7 +109,7 @@ def piece_rows(row_bytes: int) -> int:
     return max(1, min(tuning.EXCHANGE_ROWS, tuning.EXCHANGE_BYTES // max(1, row_bytes)))
 
 
-def required(library: str) -> Any:
+def import_library(library: str) -> Any:
     """Import a library that only some formats need.
 
     Raises:

@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from expstore.disk.atomic_build import making
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.exchange.base import Exported, Progress, names_of, sync_tree
-from expstore.exchange.format_limits import lost_by
+from expstore.exchange.format_limits import describe_losses
 from expstore.exchange.row_pieces import Piece, mean_bytes
-from expstore.exchange.rows import Episodes, Exchanged, Rows, opened
+from expstore.exchange.rows import Episodes, Exchanged, Rows, open_source
 from expstore.storages.format.manifest import check_target
 
-__all__ = ["Export", "Tally", "exporting"]
+__all__ = ["Export", "Tally", "open_export"]
 
 #: Names of the formats in messages.
 _TITLES = {
@@ -52,7 +52,7 @@ class Export:
     disk: Disk
 
     @contextmanager
-    def making(self, *, single: bool = False, sync: bool = True) -> Iterator[Path]:
+    def build_target(self, *, single: bool = False, sync: bool = True) -> Iterator[Path]:
         """Build the target under a temporary name; it is renamed at the end of the block.
 
         Args:
@@ -68,12 +68,12 @@ class Export:
             LockedError: Another process creates the target at the same time.
         """
         check_target(self.disk, self.target)
-        with making(self.disk, self.target, single=single) as temporary:
+        with build_atomically(self.disk, self.target, single=single) as temporary:
             yield temporary
             if sync:
                 sync_tree(self.disk, temporary)
 
-    def done(self, written: int, *, episodes: int | None = None) -> Exported:
+    def summarize(self, written: int, *, episodes: int | None = None) -> Exported:
         """Return the result of the export.
 
         Args:
@@ -86,14 +86,14 @@ class Export:
             rows=written,
             left_out=rows.count - written,
             fields=names_of([entry.key for entry in rows.user_fields]),
-            disk_bytes=self.disk.used(self.target),
+            disk_bytes=self.disk.measure_space(self.target),
             episodes=rows.episode_ids.size if episodes is None else episodes,
-            lost=lost_by(self.name),
+            lost=describe_losses(self.name),
         )
 
 
 @contextmanager
-def exporting(
+def open_export(
     name: str,
     source: Exchanged,
     target: str | Path,
@@ -119,10 +119,10 @@ def exporting(
 
     Raises:
         SchemaError: A field does not exist, or the format cannot store it.
-        ExpStoreError: An error of `rows.opened` or `Rows.choose`.
+        ExpStoreError: An error of `rows.open_source` or `Rows.choose`.
     """
     path = local_path(target)
-    with opened(source, version) as storage:
+    with open_source(source, version) as storage:
         rows = Rows.choose(storage, fields=fields, episodes=episodes)
         rows.refuse_objects(_TITLES[name], any_length=any_length)
         yield Export(name, rows, path, disk or Disk())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from expstore.core.values import Array, IntArray
-from expstore.disk.atomic_build import making
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.episodes.fragments import find_fragments
 from expstore.episodes.segmentation import OPEN, TERMINATED, TRUNCATED, RowFacts
@@ -344,7 +344,7 @@ def new_store(
     more = Settings(
         mode="x", storage=storage, flatten=True, new_layout=how, on_sigterm="ignore", **dict(settings or {})
     )
-    with making(disk, target, single=True, doing="imports to") as folder, ExitStack() as opened:
+    with build_atomically(disk, target, single=True, doing="imports to") as folder, ExitStack() as opened:
         made = open_storage(folder / target.name, capacity, settings=more, disk=disk)
         opened.callback(_close_quietly, made)
         catalog = Catalog(made)
@@ -364,12 +364,12 @@ def _close_quietly(storage: Store) -> None:
 def settings_of(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for a new store from the facts that an export has stored."""
     names = ("meta", "traj_key", "done_keys", "reward_key", "reward_reduce", "done_reduce")
-    return {name: _tupled(about[name]) for name in names if about.get(name) is not None}
+    return {name: _to_tuples(about[name]) for name in names if about.get(name) is not None}
 
 
-def _tupled(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """Convert JSON lists to tuples, recursively: keys are tuples."""
-    return tuple(map(_tupled, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _end_open_episodes(disk: Disk, path: Path) -> None:

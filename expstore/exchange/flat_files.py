@@ -127,7 +127,7 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
     own = len(rows.schema.fields)
     places = [*rows.places[: len(fields)], own + 1]  # and `_row/episode`
     ends, tally = _Ends(rows), Tally(rows, progress)
-    for ids in _by_episode(rows, piece_rows(rows.row_bytes)):
+    for ids in _iterate_by_episode(rows, piece_rows(rows.row_bytes)):
         found, values = rows.read(ids, places)
         if found.size:
             given = [to_stored(entry, column) for entry, column in zip(fields, values[:-1], strict=True)]
@@ -143,7 +143,7 @@ def write_flat(rows: Rows, columns: Sequence[Column], writer: FlatWriter, progre
     return tally.written
 
 
-def _by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
+def _iterate_by_episode(rows: Rows, size: int) -> Iterator[IntArray]:
     """Yield the ids of all rows, ordered by episode and step, `size` at a time."""
     held: list[IntArray] = []
     count = 0
@@ -248,7 +248,7 @@ def fill_flat(
 
 
 def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
-    about = _about(reader.about)
+    about = _parse_about(reader.about)
     known = {their_path(tuple(f["key"])): f for f in about.get("fields", ())}
     check_map(given, [column.path for column in reader.columns])
     columns, fields = [], []
@@ -278,7 +278,7 @@ def _plan(reader: FlatReader, given: Mapping[str, str]) -> _Plan:
     return _Plan(columns, fields, episode, count, {} if given else about, reader.notes)
 
 
-def _about(text: str) -> dict[str, Any]:
+def _parse_about(text: str) -> dict[str, Any]:
     if not text:
         return {}
     try:

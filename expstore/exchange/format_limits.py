@@ -3,7 +3,7 @@
 Used by the formats, which report it with every export, and by the command's help. It imports nothing.
 """
 
-__all__ = ["LOSSES", "LOST_BY_ALL", "lost_by"]
+__all__ = ["LOSSES", "LOST_BY_ALL", "describe_losses"]
 
 #: What no format stores, and what each format does not store in addition.
 LOST_BY_ALL = "ids, how often rows were sampled, the number of the next draw, layouts, snapshots"
@@ -21,6 +21,6 @@ LOSSES = {
 }
 
 
-def lost_by(form: str) -> str:
+def describe_losses(form: str) -> str:
     """Return a description of what a format cannot store."""
     return "; ".join(filter(None, [LOST_BY_ALL, LOSSES[form]]))

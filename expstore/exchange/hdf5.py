@@ -25,11 +25,11 @@ from expstore.exchange.base import (
     Progress,
     Tell,
     ignore_notes,
+    import_library,
     no_progress,
     open_to_read,
-    required,
 )
-from expstore.exchange.export import exporting
+from expstore.exchange.export import open_export
 from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
@@ -79,18 +79,18 @@ def export_hdf5(
         >>> h5py.File("rows.hdf5")["observations"].shape == (done.rows, 4)
         True
     """
-    h5py = required("h5py")
-    with exporting(
+    h5py = import_library("h5py")
+    with open_export(
         "hdf5", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         columns = plan_columns(export.rows)
         with (
-            export.making(single=True) as temporary,
+            export.build_target(single=True) as temporary,
             DiskFile(export.disk, temporary / export.target.name, write=True) as raw,
             h5py.File(raw, "w", libver="v110") as file,
         ):
             written = write_flat(export.rows, columns, _Writer(file, columns), progress)
-    return export.done(written)
+    return export.summarize(written)
 
 
 class _Writer:
@@ -189,7 +189,7 @@ def reading_hdf5(path: Path) -> Iterator[Any]:
         NotFoundError: The file does not exist.
         StorageError: It is not an HDF5 file, or is damaged.
     """
-    h5py = required("h5py")
+    h5py = import_library("h5py")
     with open_to_read(path) as raw:
         try:
             file = h5py.File(raw, "r")

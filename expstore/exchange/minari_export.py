@@ -22,14 +22,14 @@ from expstore.exchange.base import (
     DiskFile,
     Exported,
     Progress,
+    import_library,
     no_progress,
     piece_rows,
-    required,
 )
-from expstore.exchange.export import exporting
+from expstore.exchange.export import open_export
 from expstore.exchange.flat_files import rows_differ, to_stored
 from expstore.exchange.rows import Episodes, Exchanged, Rows
-from expstore.exchange.space_json import nested_space, space_of
+from expstore.exchange.space_json import nest_spaces, space_of
 from expstore.schema.schema import Field
 from expstore.storages.stats import meta_of
 
@@ -40,7 +40,7 @@ __all__ = [
     "METADATA",
     "STATUS_ATTRIBUTE",
     "export_minari",
-    "stored_as",
+    "find_stored_type",
 ]
 
 DATA, MAIN, METADATA = "data", "main_data.hdf5", "metadata.json"
@@ -101,13 +101,13 @@ def export_minari(
         >>> minari.load_dataset("cartpole/random-v0").total_episodes == done.episodes
         True
     """
-    h5py = required("h5py")
-    with exporting(
+    h5py = import_library("h5py")
+    with open_export(
         "minari", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         rows, disk = export.rows, export.disk
         plan = _Plan.of(rows)
-        with export.making() as temporary:
+        with export.build_target() as temporary:
             disk.make_dir(temporary / DATA)
             with (
                 DiskFile(disk, temporary / DATA / MAIN, write=True) as raw,
@@ -115,10 +115,10 @@ def export_minari(
             ):
                 writer = _Writer(file, plan, rows, progress)
                 writer.write()
-            size = disk.used(temporary / DATA / MAIN)
+            size = disk.measure_space(temporary / DATA / MAIN)
             about = _metadata(plan, rows, writer, size, dataset_id or _id_of(export.target), env_spec)
             disk.put(temporary / DATA / METADATA, json.dumps(about, indent=1).encode())
-    return export.done(writer.rows, episodes=writer.episodes)
+    return export.summarize(writer.rows, episodes=writer.episodes)
 
 
 def _id_of(target: Path) -> str:
@@ -273,7 +273,7 @@ class _Writer:
 
     def _dataset(self, group: Any, leaf: _Leaf, count: int) -> Any:
         entry = self._plan.fields[leaf.place]
-        kind, shape = stored_as(entry, leaf.path)
+        kind, shape = find_stored_type(entry, leaf.path)
         count += leaf.following >= 0
         small = count * entry.row_bytes <= _SMALL
         packing = {} if small else {"compression": "gzip", "compression_opts": 1, "shuffle": True}
@@ -295,7 +295,7 @@ class _Writer:
             )
 
 
-def stored_as(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def find_stored_type(entry: Field, path: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Return the dtype and shape with which a field is written."""
     kind = np.dtype("<f4") if entry.dtype == "bfloat16" else entry.numpy_dtype
     if path == "rewards":
@@ -340,7 +340,7 @@ def _metadata(
         leaves = {
             entry.key[1:]: space_of(rows.storage, entry) for entry in plan.fields if entry.key[0] == group
         }
-        space = kept.get(f"{group}_space") or json.dumps(nested_space(leaves))
+        space = kept.get(f"{group}_space") or json.dumps(nest_spaces(leaves))
         about[f"{group}_space"] = space
     fields = [{"key": list(f.key), "dtype": f.dtype, "shape": list(f.shape)} for f in plan.fields]
     paths = {leaf.path: leaf.place for leaf in plan.leaves}

@@ -29,7 +29,7 @@ from expstore.exchange.base import (
     no_progress,
     open_to_read,
 )
-from expstore.exchange.export import exporting
+from expstore.exchange.export import open_export
 from expstore.exchange.flat_files import ABOUT, Column, fill_flat, plan_columns, write_flat
 from expstore.exchange.rows import Episodes, Exchanged
 
@@ -78,14 +78,14 @@ def export_npz(
         >>> numpy.load("rows.npz")["observations"].shape == (done.rows, 4)
         True
     """
-    with exporting(
+    with open_export(
         "npz", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         columns = plan_columns(export.rows)
-        with export.making(single=True) as temporary, ExitStack() as stack:
+        with export.build_target(single=True) as temporary, ExitStack() as stack:
             writer = _Writer(export.disk, temporary, temporary / export.target.name, columns, stack)
             written = write_flat(export.rows, columns, writer, progress)
-    return export.done(written)
+    return export.summarize(written)
 
 
 class _Writer:

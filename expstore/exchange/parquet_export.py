@@ -24,7 +24,7 @@ from expstore.exchange.base import (
     no_progress,
     piece_rows,
 )
-from expstore.exchange.export import Tally, exporting
+from expstore.exchange.export import Tally, open_export
 from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.exchange.tables import arrow_type, check_names, rows_schema, to_batch
@@ -77,7 +77,7 @@ def export_parquet(
         >>> done = export_parquet(rb, "rows.parquet", episodes="status = 'terminated'")
         >>> polars.scan_parquet("rows.parquet/rows").select("_step", "action").collect()
     """
-    with exporting(
+    with open_export(
         "parquet",
         source,
         target,
@@ -89,12 +89,12 @@ def export_parquet(
     ) as export:
         check_names(export.rows.user_fields)
         _check_types(export.rows.user_fields)
-        with export.making() as temporary:
+        with export.build_target() as temporary:
             export.disk.make_dir(temporary / "rows")
             written = _write_rows(export.disk, temporary / "rows", export.rows, progress)
             with DiskFile(export.disk, temporary / "episodes.parquet", write=True) as file:
                 pq.write_table(export.rows.facts, file, compression="zstd")
-    return export.done(written)
+    return export.summarize(written)
 
 
 def _write_rows(disk: Disk, folder: Path, rows: Rows, progress: Progress) -> int:

@@ -95,17 +95,17 @@ class _Pace:
         held: list[Piece] = []
         size = at = 0
         while at < ids.size:
-            piece = self._some(ids[at : at + self._next])
+            piece = self._read_some(ids[at : at + self._next])
             at += piece.asked
             held.append(piece)
             size += sum(column.nbytes for column in piece.columns)
             if 2 * size >= self._most:
-                yield _joined(held)
+                yield _join(held)
                 held, size = [], 0
         if held:
-            yield _joined(held)
+            yield _join(held)
 
-    def _some(self, ids: IntArray) -> Piece:
+    def _read_some(self, ids: IntArray) -> Piece:
         """Read rows, or only the first of them if all together exceed the limits of an Arrow array."""
         while True:
             try:
@@ -121,7 +121,7 @@ class _Pace:
         return piece
 
 
-def _joined(pieces: list[Piece]) -> Piece:
+def _join(pieces: list[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
     columns = zip(*(piece.columns for piece in pieces), strict=True)

@@ -31,7 +31,7 @@ from expstore.storages.read_view import ReadView
 from expstore.storages.snapshots.catalog import find_version, store_meant
 from expstore.storages.stats import meta_of
 
-__all__ = ["Episodes", "Exchanged", "Rows", "opened", "parse_episodes"]
+__all__ = ["Episodes", "Exchanged", "Rows", "open_source", "parse_episodes"]
 
 #: The source of an export: a buffer, its storage, or the path of a store.
 Exchanged = Any
@@ -49,7 +49,7 @@ WHERE e.episode_id IN (SELECT unnest(?::BIGINT[])) ORDER BY e.episode_id
 
 
 @contextmanager
-def opened(source: Exchanged, version: int | str | None = None) -> Iterator[ReadView]:
+def open_source(source: Exchanged, version: int | str | None = None) -> Iterator[ReadView]:
     """Yield the storage that holds the rows; if it is opened here, it is closed at the end.
 
     Args:
@@ -66,21 +66,21 @@ def opened(source: Exchanged, version: int | str | None = None) -> Iterator[Read
             raise TypeError(f"rows are exported from a buffer or a path, not from a {type(source).__name__}")
         if storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")
-        with _asked(storage):
+        with _keep_catalog(storage):
             yield storage
         return
     disk, path = Disk(), local_path(source)
     found = store_meant(disk, path) if version is None else find_version(disk, path, version)
     storage = FollowerStorage(found)
     try:
-        with _asked(storage):
+        with _keep_catalog(storage):
             yield storage
     finally:
         storage.close()
 
 
 @contextmanager
-def _asked(storage: ReadView) -> Iterator[None]:
+def _keep_catalog(storage: ReadView) -> Iterator[None]:
     """Keep a catalog of the storage alive inside the block: the storage holds it only by a weak reference."""
     catalog = storage.index.catalog
     if not isinstance(catalog, Catalog):
@@ -165,7 +165,7 @@ class Rows:
             fragments = storage.episodes.fragments.rows.copy()
         if wanted is not None:
             fragments = fragments[:, np.isin(fragments[0], wanted)]
-        fragments = _within(fragments, window.low, window.last)
+        fragments = _clip(fragments, window.low, window.last)
         if wanted is not None and not fragments.size:
             raise NotFoundError("no rows of these episodes are left in the store")
         return cls(storage, window, fragments, wanted is None, chosen, schema)
@@ -223,7 +223,7 @@ class Rows:
                 yield self.window.nth(np.arange(start, min(start + size, self.count)))
             return
         for low in range(self.window.low, self.window.last, _BLOCK):
-            ids = np.sort(all_ids(_within(self.fragments, low, min(low + _BLOCK, self.window.last))))
+            ids = np.sort(all_ids(_clip(self.fragments, low, min(low + _BLOCK, self.window.last))))
             for start in range(0, ids.size, size):
                 yield ids[start : start + size]
 
@@ -337,7 +337,7 @@ def _find_episodes(storage: ReadView, episodes: Sequence[int] | IntArray | str) 
     return np.unique(np.asarray(episodes, np.int64))
 
 
-def _within(fragments: IntArray, low: int, high: int) -> IntArray:
+def _clip(fragments: IntArray, low: int, high: int) -> IntArray:
     """Return the parts of fragments with ids in (`low`, `high`]; fragments without any are left out."""
     first, stride = fragments[3], np.maximum(1, fragments[4])
     head = np.maximum(0, -(-(low + 1 - first) // stride))

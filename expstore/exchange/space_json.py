@@ -14,7 +14,7 @@ from expstore.core.values import Key
 from expstore.schema.schema import Field
 from expstore.storages.read_view import ReadView
 
-__all__ = ["nested_space", "space_of"]
+__all__ = ["nest_spaces", "space_of"]
 
 
 def space_of(storage: ReadView, entry: Field) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def _of_dtype(entry: Field) -> dict[str, Any]:
     return {"type": "Box", "dtype": str(kind), "shape": list(entry.shape), **facts}
 
 
-def nested_space(leaves: Mapping[Key, dict[str, Any]]) -> dict[str, Any]:
+def nest_spaces(leaves: Mapping[Key, dict[str, Any]]) -> dict[str, Any]:
     """Combine spaces by their keys into one Dict, or into a Tuple where the names are 0, 1, and so on."""
     if () in leaves:
         return leaves[()]
     names = list(dict.fromkeys(key[0] for key in leaves))
     parts = {
-        name: nested_space({key[1:]: space for key, space in leaves.items() if key[0] == name})
+        name: nest_spaces({key[1:]: space for key, space in leaves.items() if key[0] == name})
         for name in names
     }
     if set(names) == {str(number) for number in range(len(names))}:

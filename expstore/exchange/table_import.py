@@ -213,7 +213,7 @@ def _read_facts(path: Path, read: Callable[[Any], Any]) -> _EpisodeFacts | None:
     return _EpisodeFacts(table)
 
 
-def _interleaved(episode: int) -> Facts:
+def _make_facts(episode: int) -> Facts:
     """Return facts for an unknown episode; its own trajectory id separates it from interleaved episodes."""
     return Facts(length=-1, status=OPEN, trajectory=episode)
 
@@ -271,7 +271,7 @@ class _Stream:
             batch = next(self.rest, None)
             if batch is None:
                 return False
-            self._set(*_sorted(self.table.columns(batch), self.table.own(batch)))
+            self._set(*_sort(self.table.columns(batch), self.table.own(batch)))
         return True
 
 
@@ -299,10 +299,10 @@ def _read_by_id(
         active = [stream for stream in active if stream.load()]
         own = {name: np.concatenate([one[name] for _, one in taken]) for name in taken[0][1]}
         columns = [join_parts([found[place] for found, _ in taken]) for place in range(len(taken[0][0]))]
-        yield _sorted(columns, own)
+        yield _sort(columns, own)
 
 
-def _sorted(columns: list[Any], own: dict[str, Array]) -> tuple[list[Any], dict[str, Array]]:
+def _sort(columns: list[Any], own: dict[str, Array]) -> tuple[list[Any], dict[str, Array]]:
     """Return rows ordered by id."""
     if (np.diff(own["_id"]) > 0).all():
         return columns, own
@@ -354,7 +354,7 @@ def _fill(
                     columns,
                     own["_episode"],
                     own["_step"],
-                    facts=facts or _interleaved,
+                    facts=facts or _make_facts,
                     last=None if ends is None else ends.of(own["_episode"], own["_step"]),
                     times=own.get("_time"),
                     priorities=own.get("_priority"),

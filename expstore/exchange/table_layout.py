@@ -61,7 +61,7 @@ class Layout:
 
 def needs_survey(schema: Any) -> list[str]:
     """Return the columns of an Arrow schema whose types do not tell whether rows have a fixed size."""
-    known = _known(_about(schema))
+    known = _read_known_fields(_read_about(schema))
 
     def unsure(key: Key, kind: Any, nullable: bool) -> bool:
         if key in known and (known[key]["dtype"] == ARROW or _is_as_said(key, kind, known[key])):
@@ -95,8 +95,8 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
     Raises:
         SchemaError: There are no fields, or a column has a type that no field can have.
     """
-    about, survey = _about(schema), survey or Survey()
-    known = _known(about)
+    about, survey = _read_about(schema), survey or Survey()
+    known = _read_known_fields(about)
     fields: list[Field] = []
     reasons: dict[Key, str] = {}
     for key, kind, _ in _leaves(schema, None, _whole(schema, known, survey)):
@@ -113,7 +113,7 @@ def read_layout(schema: Any, survey: Survey | None = None) -> Layout:
     return Layout(Schema(fields, form), own, about, reasons)
 
 
-def _known(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
+def _read_known_fields(about: Mapping[str, Any]) -> dict[Key, Mapping[str, Any]]:
     """Return the metadata's description of each field, by key."""
     return {tuple(f["key"]): f for f in about.get("fields", ())}
 
@@ -134,7 +134,7 @@ def _whole(schema: Any, known: Mapping[Key, Mapping[str, Any]], survey: Survey) 
     return found
 
 
-def _about(schema: Any) -> dict[str, Any]:
+def _read_about(schema: Any) -> dict[str, Any]:
     text = (schema.metadata or {}).get(ABOUT)
     if text is None:
         return {}
@@ -159,7 +159,7 @@ def _leaves(schema: Any, batch: Any, whole: Container[Key]) -> Iterator[tuple[Ke
     def below(key: Key, kind: Any, column: Any) -> Iterator[tuple[Key, Any, Any]]:
         if pa.types.is_struct(kind) and key not in whole:
             if column is not None and column.null_count:
-                raise _missing(key)
+                raise _build_missing_error(key)
             for part in kind:
                 inside = None if column is None else column.field(part.name)
                 yield from below((*key, part.name), part.type, inside)
@@ -275,7 +275,7 @@ def _to_column(entry: Field, array: Any, rows: int) -> Any:
             array = array.dictionary_decode()
         elif _is_list(array.type):
             if array.null_count:
-                raise _missing(entry.key)
+                raise _build_missing_error(entry.key)
             array = array.flatten()
         else:
             break
@@ -296,12 +296,12 @@ def _to_column(entry: Field, array: Any, rows: int) -> Any:
 
 def _to_numpy(key: Key, array: Any) -> Array:
     if array.null_count:
-        raise _missing(key)
+        raise _build_missing_error(key)
     values: Array = array.to_numpy(zero_copy_only=False)
     return values
 
 
-def _missing(key: Key) -> SchemaError:
+def _build_missing_error(key: Key) -> SchemaError:
     return SchemaError(
         f"column {key_name(key)!r} has rows without a value", hint="fill them in, or leave the column out"
     )

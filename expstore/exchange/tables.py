@@ -90,11 +90,11 @@ class _Tree:
             at[key[-1]] = place
 
 
-def _nested_fields(names: Mapping[str, Any], fields: Sequence[Field]) -> list[Any]:
+def _nest_fields(names: Mapping[str, Any], fields: Sequence[Field]) -> list[Any]:
     found = []
     for name, below in names.items():
         if isinstance(below, dict):
-            found.append(pa.field(name, pa.struct(_nested_fields(below, fields)), nullable=False))
+            found.append(pa.field(name, pa.struct(_nest_fields(below, fields)), nullable=False))
         else:
             entry = fields[below]
             found.append(pa.field(name, arrow_type(entry), nullable=entry.variable))
@@ -116,7 +116,7 @@ def rows_schema(fields: Sequence[Field], about: Mapping[str, Any]) -> Any:
     ]
     facts = json.dumps({"format": FORMAT, "fields": kept, **about})
     tree = _Tree([entry.key for entry in fields])
-    return pa.schema([*own, *_nested_fields(tree.names, fields)], metadata={ABOUT: facts.encode()})
+    return pa.schema([*own, *_nest_fields(tree.names, fields)], metadata={ABOUT: facts.encode()})
 
 
 def _to_array(entry: Field, column: Any) -> Any:
@@ -131,11 +131,11 @@ def _to_array(entry: Field, column: Any) -> Any:
     return values if _is_scalar(entry) else pa.FixedSizeListArray.from_arrays(values, row_values(entry))
 
 
-def _nested_array(names: Mapping[str, Any], arrays: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+def _nest_arrays(names: Mapping[str, Any], arrays: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
     found = []
     for below, kind in zip(names.values(), kinds, strict=True):
         if isinstance(below, dict):
-            parts = _nested_array(below, arrays, list(kind.type))
+            parts = _nest_arrays(below, arrays, list(kind.type))
             found.append(pa.StructArray.from_arrays(parts, fields=list(kind.type)))
         else:
             found.append(arrays[below].cast(kind.type) if arrays[below].type != kind.type else arrays[below])
@@ -157,5 +157,5 @@ def to_batch(schema: Any, fields: Sequence[Field], columns: Sequence[Array]) -> 
         own.append(array.cast(kind) if array.type != kind else array)
     arrays = [_to_array(entry, column) for entry, column in zip(fields, columns[:count], strict=True)]
     tree = _Tree([entry.key for entry in fields])
-    nested = _nested_array(tree.names, arrays, list(schema)[len(OWN) :])
+    nested = _nest_arrays(tree.names, arrays, list(schema)[len(OWN) :])
     return pa.RecordBatch.from_arrays([*own, *nested], schema=schema)

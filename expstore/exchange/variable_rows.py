@@ -33,7 +33,7 @@ def file_type(entry: Field) -> Any:
 def to_file(entry: Field, column: Any) -> Any:
     """Convert a column of a store to its type in files."""
     kind = file_type(entry)
-    return column if kind == to_type(entry.arrow) else _with_values(column, kind, _widened)
+    return column if kind == to_type(entry.arrow) else _with_values(column, kind, _widen)
 
 
 def from_file(entry: Field, array: Any) -> Any:
@@ -45,7 +45,7 @@ def from_file(entry: Field, array: Any) -> Any:
     array, kind = plain_array(array), file_type(entry)
     if kind != to_type(entry.arrow):
         try:
-            array = _with_values(array.cast(kind), to_type(entry.arrow), _narrowed)
+            array = _with_values(array.cast(kind), to_type(entry.arrow), _narrow)
         except (pa.ArrowException, ValueError) as exc:
             raise SchemaError(
                 f"column {key_name(entry.key)!r} is {array.type}, which is not {entry}"
@@ -129,11 +129,11 @@ def _with_values(array: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
     return change(array)
 
 
-def _widened(bits: Any) -> Any:
+def _widen(bits: Any) -> Any:
     return pa.array(widen_bfloat16(bits.to_numpy()))
 
 
-def _narrowed(values: Any) -> Any:
+def _narrow(values: Any) -> Any:
     if values.null_count:
         raise ValueError("a tensor has a missing value")
     return pa.array(narrow_to_bfloat16(values.to_numpy()))

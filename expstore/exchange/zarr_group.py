@@ -17,7 +17,7 @@ from expstore.core.values import Array
 from expstore.disk.bulk_files import sync_paths
 from expstore.disk.files import Disk
 from expstore.exchange.base import Exported, Progress, no_progress
-from expstore.exchange.export import Tally, exporting
+from expstore.exchange.export import Tally, open_export
 from expstore.exchange.row_pieces import read_pieces
 from expstore.exchange.rows import Episodes, Exchanged, Rows
 from expstore.schema.schema import Field
@@ -67,18 +67,18 @@ def export_zarr(
         >>> zarr.open_group("plain.zarr", mode="r")["next/reward"].shape == (done.rows, 1)
         True
     """
-    with exporting(
+    with open_export(
         "zarr", source, target, fields=fields, episodes=episodes, version=version, disk=disk
     ) as export:
         with (
-            export.making(sync=False) as temporary,
+            export.build_target(sync=False) as temporary,
             ThreadPoolExecutor(8, thread_name_prefix="expstore-export") as pool,
         ):
             writer = _Group(export.disk, temporary, export.rows)
             _copy(export.rows, writer, progress)
             writer.finish()
             sync_paths(export.disk, writer.written, sorted(writer.folders), pool)
-    return export.done(writer.rows)
+    return export.summarize(writer.rows)
 
 
 def _copy(rows: Rows, writer: _Group, progress: Progress) -> None:

@@ -349,7 +349,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
     @property
     def shared_init(self) -> bool:
         """Raise StateError: multi-process collectors, which read it before the first rows, cannot write."""
-        raise _other_process()
+        raise _build_process_error()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which follows the store.
@@ -358,7 +358,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
             StateError: The copy is made for a new process, as multi-process collectors do, to write there.
         """
         if get_spawning_popen() is not None and self.buffer.storage.can_write:
-            raise _other_process()
+            raise _build_process_error()
         return self.__dict__ | {"_rng": None, "_reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,7 +368,7 @@ class ExpStorage(TensorStorage):  # type: ignore[misc]
         return f"{type(self).__name__}({self.buffer!r})"
 
 
-def _other_process() -> StateError:
+def _build_process_error() -> StateError:
     return StateError(
         "a store has one writer, and in another process this storage could only read: multi-process "
         "collectors cannot write to it",

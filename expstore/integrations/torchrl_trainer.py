@@ -129,7 +129,7 @@ class ReplayBufferTrainer:
         if self.flatten_tensordicts:
             rows, batch = self._flat(batch)
         elif self.max_dims is not None:
-            rows = batch = _padded(batch, self.max_dims)
+            rows = batch = _pad(batch, self.max_dims)
         self.replay_buffer.extend(rows)
         return batch
 
@@ -311,7 +311,7 @@ def _takes_all_dims(buffer: ReplayBuffer | ReplayBufferEnsemble) -> bool:
     return isinstance(buffer, ReplayBuffer) and buffer.storage.description.flatten
 
 
-def _padded(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
+def _pad(batch: TensorDictBase, sizes: Sequence[int]) -> TensorDictBase:
     """Pad a batch with zeros; -1 leaves a dim unchanged."""
     shape = tuple(batch.batch_size)
     if len(sizes) != len(shape):

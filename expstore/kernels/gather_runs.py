@@ -36,11 +36,11 @@ def copy_runs(sources: Ints, starts: Ints, lengths: Ints, width: int, out: int) 
             out += size
 
 
-def _widening(out: str) -> str:
+def _build_signature(out: str) -> str:
     return f"void(int64[::1], int64[::1], int64[::1], int64[::1], {out}[::1])"
 
 
-@compiled([_widening(out) for out in ("int16", "int32", "int64")], nogil=True)
+@compiled([_build_signature(out) for out in ("int16", "int32", "int64")], nogil=True)
 def widen_runs(
     sources: Ints, starts: Ints, lengths: Ints, codes: Ints, out: NDArray[np.signedinteger]
 ) -> None:

@@ -151,7 +151,7 @@ def _draw(
     return float(least)
 
 
-def _in_lines(count: int) -> Floats:
+def _allocate_aligned(count: int) -> Floats:
     """Return zeros, aligned so that each group of eight is one cache line instead of parts of two."""
     room = np.zeros(count + FAN)
     start = -(room.ctypes.data // room.itemsize) % FAN
@@ -190,8 +190,8 @@ class SumTree:
         starts = np.concatenate([[0], np.cumsum(widths)])
         self.size = widths[-1]
         self._levels = starts.astype(np.int64)  # first node of each level, and the end of the last
-        self._sums = _in_lines(int(starts[-1]))
-        self._smallest = _in_lines(int(starts[-1]))
+        self._sums = _allocate_aligned(int(starts[-1]))
+        self._smallest = _allocate_aligned(int(starts[-1]))
         self._smallest[:] = np.inf
 
     def grow(self, size: int) -> None:

@@ -135,7 +135,7 @@ def check_blocks(inspection: Inspection, unsettled: set[int], progress: Progress
     for block, state in enumerate(states):
         if state not in (SUMMED, GIVEN_UP, NOTHING):
             _note_entry(inspection, block, "cannot be read: the entry itself is damaged")
-    needed = _needed_blocks(inspection)
+    needed = _find_needed_blocks(inspection)
     for block in sorted(needed - unsettled):
         if len(states) and (block >= len(states) or states[block] in (NOTHING, GIVEN_UP)):
             _note_entry(inspection, block, "are missing")
@@ -167,9 +167,9 @@ def _check_packed(inspection: Inspection, files: PackedFiles) -> None:
     """Record which files of a packed column are damaged, and which rows are lost."""
     column = files.column
     lost: dict[Path, list[int]] = {}
-    files.note_hidden(inspection.settled_runs())
+    files.note_hidden(inspection.find_settled_runs())
     # Later rows, or their checksums, are in the journal.
-    for first, count in inspection.settled_runs():
+    for first, count in inspection.find_settled_runs():
         for slot, offset, n in inspection.pieces(first, count):
             lap = 0 if inspection.slots is None else (first + offset - 1) // inspection.slots
             for at in np.flatnonzero(~files.find(lap, slot, n)).tolist():
@@ -208,10 +208,10 @@ def _note_packed(
     )
 
 
-def _needed_blocks(inspection: Inspection) -> set[int]:
+def _find_needed_blocks(inspection: Inspection) -> set[int]:
     """Return the blocks of the rows that must be in the columns; the journal has the bytes of other rows."""
-    past, low, runs = inspection.past, inspection.window.low, inspection.settled_runs()
-    for publish in () if past is None else past.unsynced():
+    past, low, runs = inspection.past, inspection.window.low, inspection.find_settled_runs()
+    for publish in () if past is None else past.find_unsynced():
         first = max(publish.first_id + publish.skipped, low + 1)
         if not publish.payload and first <= publish.last_id:
             runs.append((first, publish.last_id + 1 - first))
@@ -224,7 +224,7 @@ def _entries(inspection: Inspection, columns: int, unsettled: set[int]) -> Array
     try:
         if size >= 0:
             return read_entries(inspection.disk.read_whole(path), columns, path)
-        if inspection.window.size == 0 or _needed_blocks(inspection) <= unsettled:
+        if inspection.window.size == 0 or _find_needed_blocks(inspection) <= unsettled:
             return no_entries(columns)
         text = "is missing: the columns cannot be checked until the store was opened and closed"
     except CorruptionError as exc:

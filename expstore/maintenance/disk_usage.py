@@ -53,7 +53,7 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
     """
     schema, slots, free = manifest.schema, manifest.slots, disk.free(path)
     if schema is None:
-        return StoreSize(disk.used(path), free, (), None, None, None)
+        return StoreSize(disk.measure_space(path), free, (), None, None, None)
     fields = (*schema.fields, *ROW_FIELDS)
     group = ReadColumns(disk, path / COLUMNS, fields, slots, compression=manifest.compression)
     group.look_briefly(held)
@@ -62,4 +62,6 @@ def store_size(disk: Disk, path: Path, manifest: Manifest, held: int) -> StoreSi
     row_bytes = sum(size.row_bytes for size in sizes)
     more = int(free / max(1.0, row_bytes))
     fits = None if slots is None else slots - held <= more
-    return StoreSize(disk.used(path), free, tuple(sizes[: len(schema.fields)]), row_bytes, more, fits)
+    return StoreSize(
+        disk.measure_space(path), free, tuple(sizes[: len(schema.fields)]), row_bytes, more, fits
+    )

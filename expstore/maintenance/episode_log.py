@@ -44,14 +44,14 @@ def restore_log(inspection: Inspection) -> Restored:
     data = inspection.disk.read_whole(path) if inspection.disk.exists(path) else b""
     data = data[:length].ljust(length, b"\0")
     kept, pieces = salvage(data)
-    lost = _lost_entries(inspection, kept)
+    lost = _find_lost_entries(inspection, kept)
     # There always is an entry to repeat: the lost piece was itself an entry.
     filled, placed = fill_up(data, pieces, lost or kept[-1:] or [LogEntry(episode=0, source=0)])
     made = min(placed, len(lost))
     return Restored(filled, f"{len(kept)} entries kept, {made} rebuilt")
 
 
-def _lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry]:
+def _find_lost_entries(inspection: Inspection, kept: list[LogEntry]) -> list[LogEntry]:
     """Return entries for the sources and episodes that are in the rows or the journal but not in the log."""
     past = inspection.past
     if past is None:

@@ -98,7 +98,7 @@ class Inspection:
         flat = [] if self.group is None else [*self.group.flat.values()]
         return flat if self.sampled is None else [*flat, self.sampled]
 
-    def settled_runs(self) -> list[tuple[int, int]]:
+    def find_settled_runs(self) -> list[tuple[int, int]]:
         """Return the readable rows that a checkpoint covers, as runs: (first id, number of rows)."""
         window, past = self.window, self.past
         last = window.last if past is None else min(window.last, past.synced)

@@ -19,7 +19,7 @@ import numpy as np
 from expstore.core.arguments import check_whole
 from expstore.core.draw_state import NO_PROGRESS
 from expstore.core.values import Array, IntArray, key_name
-from expstore.disk.atomic_build import making
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.local_path import local_path
 from expstore.episodes.log import LogEntry
@@ -135,7 +135,7 @@ def merge(
             stack.callback(storage.close)
             runs.append(_Run.of(storage, name, runs))
         _check_alike(runs)
-        with making(disk, target, single=True, doing="makes") as folder:
+        with build_atomically(disk, target, single=True, doing="makes") as folder:
             first = runs[0].storage.manifest
             kinds = {run.storage.manifest.storage for run in runs}
             settings = Settings(
@@ -322,7 +322,7 @@ class _Run:
         columns[-4] = columns[-4] + self.episode
         return columns
 
-    def renumbered(self) -> Iterator[LogEntry]:
+    def renumber(self) -> Iterator[LogEntry]:
         """Yield the log entries of its episodes and sources, with the numbers of the new store."""
         for entry in self.entries:
             text, last_id = entry.text, 0
@@ -384,7 +384,7 @@ class _Joined:
         own = range(len(schema.fields), len(entries))
         #: Column positions in each store, in the order of the new store's columns.
         self._places = [[*(run.schema.place(entry.key) for entry in schema.fields), *own] for run in runs]
-        self.entries = [entry for run in runs for entry in run.renumbered()]
+        self.entries = [entry for run in runs for entry in run.renumber()]
         self.base: dict[str, Any] = {
             "last": self.total,
             "retired": 0,

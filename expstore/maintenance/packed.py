@@ -97,7 +97,7 @@ class PackedFiles:
         file = self._disk.open(path, write=False)
         try:
             named = self._index_of(file, path, shard) if lap < 0 else None
-            found = self._listed(file, named) if named is not None else self._scan(file, shard, lap)
+            found = self._list_chunks(file, named) if named is not None else self._scan(file, shard, lap)
             known = list(found)
             laps = [told for _, told, _, _ in known if told >= 0]
             usual = max(laps, key=laps.count, default=-1)
@@ -125,7 +125,7 @@ class PackedFiles:
             self.faults.append(Fault("footer", path, shard, text))
             return None
 
-    def _listed(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
+    def _list_chunks(self, file: File, chunks: Chunks) -> Iterator[tuple[int, int, int, int]]:
         """Yield number, lap (-1 if damaged), offset and length of the chunks that a shard's index names.
 
         The offset is that of the chunk's table, after its header.
@@ -232,11 +232,11 @@ class PackedFiles:
     def _finds(self, lap: int, chunk: int) -> NDArray[np.bool_]:
         """Return which rows of an intact chunk are intact where they are stored."""
         whole = np.ones(self.packing.rows, bool)
-        for part, (there, slot) in self._away(lap, chunk):
+        for part, (there, slot) in self._find_shared_rows(lap, chunk):
             whole[part] = self.partner is not None and self.partner.find(there, slot, part.stop - part.start)
         return whole
 
-    def _away(self, lap: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
+    def _find_shared_rows(self, lap: int, chunk: int) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Yield runs of a chunk's rows that the partner stores, and lap and slot of the first one there."""
         each, slots = self.packing.rows, self.column.slots
         distances = self._lent.get(self._name(lap, chunk), np.zeros(each, np.int64))
@@ -251,7 +251,7 @@ class PackedFiles:
 
     def lender_of(self, lap: int, chunk: int) -> Path | None:
         """Return the partner's file in which rows of an intact chunk are lost, or None if none are lost."""
-        for part, (there, slot) in self._away(lap, chunk) if self._place(lap, chunk) else ():
+        for part, (there, slot) in self._find_shared_rows(lap, chunk) if self._place(lap, chunk) else ():
             if self.partner is not None:
                 lost = np.flatnonzero(~self.partner.find(there, slot, part.stop - part.start))
                 if lost.size:
@@ -267,7 +267,7 @@ class PackedFiles:
         if self._last is None or self._last[0] != name:
             rows = self._unpack(self._read(place))[0].copy()
             whole = np.ones(each, bool)
-            for part, (there, slot) in self._away(lap, chunk):
+            for part, (there, slot) in self._find_shared_rows(lap, chunk):
                 if self.partner is None:
                     whole[part] = False
                 else:
@@ -352,7 +352,7 @@ class PackedFiles:
         found, data = no_chunks(self.packing.chunks), b""
         for number in sorted(known | lost):
             name = (lap, first + number)
-            chunk = self._read(self._places[name]) if number in known else self._filled(name)
+            chunk = self._read(self._places[name]) if number in known else self._build_chunk(name)
             found.offsets[number] = len(data) + self.column.head
             found.sizes[number] = len(chunk) - self.packing.table_bytes
             data += pack_chunk(number, lap, chunk)
@@ -360,7 +360,7 @@ class PackedFiles:
             data += pack_index(found, table=self.packing.table_bytes)
         disk.write_whole(path, data)
 
-    def _filled(self, name: tuple[int, int]) -> bytes:
+    def _build_chunk(self, name: tuple[int, int]) -> bytes:
         """Return a packed chunk of the raw rows that are intact, and zeros for the others."""
         return self.packing.pack(np.ascontiguousarray(self._chunk(*name)[0]))
 

@@ -22,7 +22,7 @@ from expstore.maintenance.blocks import metadata_of
 from expstore.maintenance.episode_log import restore_log
 from expstore.maintenance.findings import Finding, Inspection, Progress
 from expstore.maintenance.packed import PackedFiles
-from expstore.maintenance.verify import archived, inspect, inspect_archive
+from expstore.maintenance.verify import inspect, inspect_archive, to_store_finding
 from expstore.sql.sync import Catalog
 from expstore.storages.columns.checksums import BLOCK_ROWS
 from expstore.storages.engine.archive import archive_path
@@ -114,7 +114,7 @@ def repair(
     if outcome.lost and not dry_run:
         for name in _INDEX:  # the index contains the dropped rows
             disk.unlink(path / name)
-        deleted = inspection.manifest.deleted.joined(IdSet.of(outcome.lost))
+        deleted = inspection.manifest.deleted.join(IdSet.of(outcome.lost))
         inspection.manifest = inspection.manifest.replace(deleted=deleted)
         # This commits the deletion: files with deleted rows may be rewritten only afterwards.
         inspection.manifest.save(disk, path)
@@ -309,7 +309,7 @@ def _repair_archive(
     if done.lost:
         runs = ", ".join(f"{first} to {last}" for first, last in done.lost)
         outcome.acts.append(f"in the archive {noted}: {done.lost_rows:,} rows dropped: its ids {runs}")
-    outcome.left += [archived(finding, noted) for finding in done.left]
+    outcome.left += [to_store_finding(finding, noted) for finding in done.left]
 
 
 def _is_short(inspection: Inspection) -> bool:

@@ -18,7 +18,7 @@ from expstore.storages.factory import open_storage
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.resize import Progress, capacity_for, surplus
 
-__all__ = ["Resized", "planned", "resize"]
+__all__ = ["Resized", "open_for_resize", "resize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +80,13 @@ def resize(
         >>> expstore.resize("runs/demo.exp", capacity=500_000).given_up
         0
     """
-    with planned(path, capacity=capacity, disk=disk) as (outcome, run):
+    with open_for_resize(path, capacity=capacity, disk=disk) as (outcome, run):
         run(progress)
     return outcome
 
 
 @contextmanager
-def planned(
+def open_for_resize(
     path: str | Path, *, capacity: int | None, disk: Disk | None = None
 ) -> Iterator[tuple[Resized, Callable[[Progress | None], None]]]:
     """Open a store for resizing, as a context manager.

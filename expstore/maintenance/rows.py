@@ -34,7 +34,7 @@ def check_ids(inspection: Inspection) -> None:
     """Check that each slot has its id in `_row/id`, for the rows that a checkpoint covers."""
     wrong = [
         start + np.flatnonzero(ids != np.arange(start, start + ids.size))
-        for first, count in inspection.settled_runs()
+        for first, count in inspection.find_settled_runs()
         for start, ids in read_column(inspection, _place("id"), first, count)
     ]
     _note_rows(inspection, "ids", "id", wrong, "does not have the ids that these rows must have")
@@ -45,7 +45,7 @@ def check_rows(inspection: Inspection) -> None:
     past = inspection.past
     if past is None:
         return
-    runs = inspection.settled_runs()
+    runs = inspection.find_settled_runs()
     for name, part in (("episode", 0), ("step", 1)):
         wrong: list[IntArray] = []
         for publish, (first, count) in itertools.product(past.publishes, runs):
@@ -149,7 +149,7 @@ def _check_ends(inspection: Inspection, past: Past, entries: list[LogEntry]) -> 
 def read_fragments(inspection: Inspection) -> IntArray | None:
     """Return the fragments of the readable rows that a checkpoint covers; None if a row cannot be read."""
     fragments = [np.zeros((5, 0), np.int64)]
-    for first, count in inspection.settled_runs():
+    for first, count in inspection.find_settled_runs():
         columns = []
         for name in ("episode", "step"):
             parts = [part for _, part in read_column(inspection, _place(name), first, count)]
@@ -204,7 +204,7 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
             return None  # an index may lag behind
         for name, rows in held.items():
             told = catalog.query(f"SELECT {COMPARED[name]} FROM {name} ORDER BY ALL", None).fetchall()
-            if told != rows and not (name == "fragments" and _same_rows(told, rows)):
+            if told != rows and not (name == "fragments" and _have_same_rows(told, rows)):
                 return f"the relation {name} does not match the columns and {LOG}"
     finally:
         catalog.drop()
@@ -212,7 +212,7 @@ def _index_trouble(inspection: Inspection, path: Path) -> str | None:
     return None
 
 
-def _same_rows(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:
+def _have_same_rows(one: Sequence[tuple[int, ...]], other: Sequence[tuple[int, ...]]) -> bool:
     """Return whether two lists of fragments have the same rows, even if they are split into other runs."""
     return np.array_equal(_rows_in(one), _rows_in(other))
 

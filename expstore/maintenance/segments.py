@@ -35,8 +35,8 @@ def _check_segments(inspection: Inspection, segments: Segments) -> None:
             for number, header in enumerate(segment.headers):
                 if not segment.is_sound(number, read):
                     lost.setdefault(segment.path, []).append(np.arange(header.first, header.last + 1))
-    for first, count in inspection.settled_runs():
-        for start, rows in segments.missing(first, count) if count else ():
+    for first, count in inspection.find_settled_runs():
+        for start, rows in segments.find_missing(first, count) if count else ():
             path = _path_of(segments, start)
             lost.setdefault(path, []).append(np.arange(start, start + rows))
     for path in sorted(lost):
@@ -54,7 +54,7 @@ def _path_of(segments: Segments, first_id: int) -> Path:
 
 def _note(inspection: Inspection, path: Path, ids: IntArray) -> None:
     settled = np.concatenate(
-        [np.zeros(0, np.int64), *(np.arange(first, first + n) for first, n in inspection.settled_runs())]
+        [np.zeros(0, np.int64), *(np.arange(first, first + n) for first, n in inspection.find_settled_runs())]
     )
     runs = runs_of(ids[np.isin(ids, settled)])
     name, gone = inspection.relative(path), not inspection.disk.exists(path)
@@ -92,21 +92,21 @@ def _mend_segments(disk: Disk, segments: Segments, lost: Runs) -> None:
         with segments.reading(segment) as read:
             sound = [place for place in range(len(segment.headers)) if segment.is_sound(place, read)]
         end = starts[number + 1] if number + 1 < len(starts) else 1 << 62
-        mine = _within(lost, segment.first, end - 1)
+        mine = _clip(lost, segment.first, end - 1)
         if mine or len(sound) < len(segment.headers):
             parts = _parts(writer, segment, sound, mine)
             writer.rewrite(segment.path, parts, segment.widths)
-    for first, last in _within(lost, 1, (starts[0] if starts else 1 << 62) - 1):
-        nothing = _nothing(writer, first, last, writer.own)
+    for first, last in _clip(lost, 1, (starts[0] if starts else 1 << 62) - 1):
+        nothing = _build_nulls(writer, first, last, writer.own)
         writer.rewrite(writer.path_of(first), nothing, writer.own)
 
 
-def _within(runs: Runs, first: int, last: int) -> Runs:
+def _clip(runs: Runs, first: int, last: int) -> Runs:
     """Return the parts of some runs between two ids."""
     return merge_runs([(max(a, first), min(b, last)) for a, b in runs if a <= last and b >= first])
 
 
-def _nothing(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
+def _build_nulls(writer: SegmentWriter, first: int, last: int, widths: Widths) -> list[tuple[int, bytes]]:
     """Return rows of None as messages, each with its first id."""
     columns = [pa.nulls(last + 1 - first, kind) for kind in writer.kinds]
     messages = [message.tobytes() for message in writer.encode(first, columns, widths)]
@@ -123,12 +123,12 @@ def _parts(
         parts.append((header.first, segment.read(segment.offsets[place], header.size)))
     whole = {(segment.headers[place].first, segment.headers[place].last) for place in sound}
     for first, last in lost:
-        for start, stop in _without(first, last, whole):
-            parts += _nothing(writer, start, stop, segment.widths)
+        for start, stop in _subtract(first, last, whole):
+            parts += _build_nulls(writer, start, stop, segment.widths)
     return parts
 
 
-def _without(first: int, last: int, whole: set[tuple[int, int]]) -> Runs:
+def _subtract(first: int, last: int, whole: set[tuple[int, int]]) -> Runs:
     """Return a run of ids without the ids that are present."""
     found, at = [], first
     for low, high in sorted(whole):

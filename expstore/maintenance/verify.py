@@ -33,11 +33,11 @@ from expstore.storages.format.layout import ColumnLayout
 from expstore.storages.format.manifest import MANIFEST, Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL, ORIGIN, REDO, REPAIR, STATE, VERSION
 from expstore.storages.format.records import Publish, Redo, fetch_body
-from expstore.storages.recovery.recover import Past, lost_records, read_past, unsettled_blocks
+from expstore.storages.recovery.recover import Past, explain_lost_records, find_unsettled_blocks, read_past
 from expstore.storages.recovery.recover import verify as walk
 from expstore.storages.snapshots.catalog import OWN_FOLDER, Version
 
-__all__ = ["archived", "inspect", "inspect_archive", "verify"]
+__all__ = ["inspect", "inspect_archive", "to_store_finding", "verify"]
 
 
 def verify(path: Path, *, disk: Disk | None = None, progress: Progress | None = None) -> list[Finding]:
@@ -78,7 +78,7 @@ def inspect_archive(inspection: Inspection, progress: Progress | None = None) ->
         text = f"the archive is not at {place}: open the store with archive= its path, or archive=False"
         return [Finding(kind="archive", path=noted, message=text)]
     found = inspect(place, disk=disk, progress=progress)
-    findings = [archived(finding, noted) for finding in found.found]
+    findings = [to_store_finding(finding, noted) for finding in found.found]
     if not any(finding.kind == "manifest" for finding in found.found):
         trouble = archive_trouble(place, found.manifest, inspection.manifest)
         if trouble:
@@ -86,7 +86,7 @@ def inspect_archive(inspection: Inspection, progress: Progress | None = None) ->
     return findings
 
 
-def archived(finding: Finding, noted: str) -> Finding:
+def to_store_finding(finding: Finding, noted: str) -> Finding:
     """Return a finding of an archive as a finding of its store, without ids, which differ in an archive."""
     message = f"in the archive {noted}: {finding.message}"
     path = f"{noted}/{finding.path}"
@@ -231,7 +231,7 @@ def _walk(inspection: Inspection, records: list[Record]) -> set[int]:
         return set()
     limit = max(_reach_of(inspection, column) for column in group.flat.values())
     try:
-        return unsettled_blocks(
+        return find_unsettled_blocks(
             past,
             slots=manifest.slots,
             spare=manifest.spare,
@@ -258,7 +258,7 @@ def _check_state(inspection: Inspection, past: Past) -> None:
             return
         manifest = inspection.manifest
         fits = page.fits(bytes.fromhex(manifest.uuid), disk.boot_id(), manifest.generation)
-        lost = lost_records(page, past, fits=fits)
+        lost = explain_lost_records(page, past, fits=fits)
         if lost:
             text = f"{JOURNAL} {lost}"
             inspection.note(Finding(kind="journal", path=JOURNAL, message=text, fatal=True))

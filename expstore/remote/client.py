@@ -241,13 +241,13 @@ class RemoteReplayBuffer(LocalOnly):
         rows = self._encoder.encode(data)
         body = write_stream(with_wishes(rows, wishes) if wishes else rows).to_pybytes()
         params = None if source is None else {"source": source}
-        found = self._sent(route, body, params).json()
+        found = self._send(route, body, params).json()
         if found.get("ids") is not None:
             return np.asarray(found["ids"], np.int64)
         first = found["first_id"]
         return np.arange(first, first + found["count"], dtype=np.int64)
 
-    def _sent(self, route: str, body: bytes, params: Mapping[str, str] | None) -> Answer:
+    def _send(self, route: str, body: bytes, params: Mapping[str, str] | None) -> Answer:
         """Send rows: repeatedly with one idempotency key, or once if the store does not support keys."""
         ask = partial(self._connection.request, "POST", route, body=body, kind=ARROW, params=params)
         if self._keyed:
@@ -287,13 +287,13 @@ class RemoteReplayBuffer(LocalOnly):
             NotReadyError: The store is empty, or the sampler has no rows left to draw.
             RemoteError: The server did not answer.
         """
-        size, number = self._wanted(batch_size), None
+        size, number = self._require_size(batch_size), None
         if self._seed is not None:
             with self._lock:
                 number, self._draw = self._draw, self._draw + 1
         body = self._asked | {"batch_size": size, "draw": number}
         rows = self._rows("POST", "sample", body, wait=self._wait)
-        return self._convert(self._given(rows, return_info, include_info), as_numpy)
+        return self._convert(self._split_info(rows, return_info, include_info), as_numpy)
 
     def _convert(self, batch: Any, as_numpy: bool | None) -> Any:
         """Return a batch, as NumPy arrays if `as_numpy` is True; None means the buffer's setting."""
@@ -316,12 +316,12 @@ class RemoteReplayBuffer(LocalOnly):
             NotReadyError: The sampler has no rows left to draw.
             RemoteError: The server did not answer.
         """
-        size = self._wanted(batch_size)
+        size = self._require_size(batch_size)
         if batches is not None and batches < 1:
             raise ValueError(f"batches must be at least 1, got {batches!r}")
-        return self._streamed(size, batches, as_numpy)
+        return self._stream(size, batches, as_numpy)
 
-    def _streamed(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
+    def _stream(self, size: int, batches: int | None, as_numpy: bool | None) -> Generator[Any]:
         given = 0
         while batches is None or given < batches:
             begin, left = self._draw, None if batches is None else batches - given
@@ -346,7 +346,7 @@ class RemoteReplayBuffer(LocalOnly):
             left = None if batches is None else batches - came
             return body | {"batches": left, "draw": None if self._seed is None else begin + came}
 
-        return Feed(self._connection, ask, self._made, count=batches, ahead=self._prefetch, wait=self._wait)
+        return Feed(self._connection, ask, self._decode, count=batches, ahead=self._prefetch, wait=self._wait)
 
     def _is_next(self, number: int) -> bool:
         """Return whether a prefetched draw was not already returned by a call of `sample`."""
@@ -398,13 +398,13 @@ class RemoteReplayBuffer(LocalOnly):
 
     def _rows(self, method: str, route: str, body: Any = None, *, wait: float = 0.0) -> TensorDict:
         answer = self._connection.request(method, route, body=body, accept=ARROW, wait=wait)
-        return self._made(frames_in(answer.body)[0])
+        return self._decode(frames_in(answer.body)[0])
 
-    def _made(self, frame: Frame) -> TensorDict:
+    def _decode(self, frame: Frame) -> TensorDict:
         made = self._decoder.read(frame)
         return made if self._device is None else made.to(self._device)
 
-    def _given(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
+    def _split_info(self, batch: TensorDict, return_info: bool, include_info: bool | None) -> Any:
         info = {name: found for name in _OWN if (found := batch.get(name)) is not None}
         if include_info is False:
             batch = batch.exclude(*_OWN)
@@ -623,7 +623,7 @@ class RemoteReplayBuffer(LocalOnly):
     ) -> Any:
         return self._connection.request(method, route, body=body, write=write, once=once).json()
 
-    def _wanted(self, batch_size: int | None) -> int:
+    def _require_size(self, batch_size: int | None) -> int:
         size = self._batch_size if batch_size is None else batch_size
         if size is None:
             raise StateError("batch_size not specified", hint="give it to sample(), or to connect()")

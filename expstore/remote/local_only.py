@@ -13,7 +13,7 @@ from expstore.errors import RemoteError
 __all__ = ["LocalEpisodes", "LocalOnly"]
 
 
-def _refused(name: str, hint: str) -> Callable[..., NoReturn]:
+def _refuse(name: str, hint: str) -> Callable[..., NoReturn]:
     """Return a method that raises RemoteError with a hint what to do instead."""
 
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
@@ -38,22 +38,22 @@ class _Elsewhere:
 class _Columns:
     """`rb.columns` of a served store: not available."""
 
-    add, drop = _refused("columns.add", _MANAGE), _refused("columns.drop", _MANAGE)
-    stats = _refused("columns.stats", "use sql(), or open the store on its machine with mode='r'")
+    add, drop = _refuse("columns.add", _MANAGE), _refuse("columns.drop", _MANAGE)
+    stats = _refuse("columns.stats", "use sql(), or open the store on its machine with mode='r'")
 
 
 class _Retention:
     """`rb.retention` of a served store: not available."""
 
-    policy = property(_refused("retention.policy", _MANAGE))
-    set, apply = _refused("retention.set", _MANAGE), _refused("retention.apply", _MANAGE)
+    policy = property(_refuse("retention.policy", _MANAGE))
+    set, apply = _refuse("retention.set", _MANAGE), _refuse("retention.apply", _MANAGE)
 
 
 class LocalEpisodes:
     """The methods of `rb.episodes` that a served store does not have."""
 
-    annotate = _refused("episodes.annotate", "pass episode_info= to extend()")
-    delete = _refused("episodes.delete", _MANAGE)
+    annotate = _refuse("episodes.annotate", "pass episode_info= to extend()")
+    delete = _refuse("episodes.delete", _MANAGE)
 
 
 class LocalOnly:
@@ -62,43 +62,43 @@ class LocalOnly:
     Each of them raises RemoteError of kind "local_only"; properties raise it when they are read.
     """
 
-    append_transform = insert_transform = _refused("a transform", _TRANSFORM)
-    transform = property(_refused("a transform", _TRANSFORM))
-    __getitem__ = _refused("rb[...]", "read rows by id: by_id(ids), or by episode: trajectory(episode_id)")
-    read_all_in_order = _refused("reading all rows", "use sql(), or read episodes: trajectory(episode_id)")
-    __setitem__ = set_ = set_at_ = update_ = _refused("changing rows", _MANAGE)
-    update_if_present = submit_update_if_present = _refused("changing rows", _MANAGE)
-    mark_update = _refused("mark_update", "pass the new priorities: update_priority(id=, priority=)")
-    write_all = _refused("write_all", "extend()")
-    record = _refused("record", "extend() several steps at a time: each call is a request")
-    sampler = property(_refused("the sampler", "describe it: connect(sampler=)"))
-    set_sampler = _refused("set_sampler", "connect() again, with another sampler=")
-    can_sample = _refused("can_sample", "sample(): it raises NotReadyError; connect(wait=) waits for rows")
-    count_candidates = _refused("count_candidates", "use sql()")
-    set_rng = _refused("set_rng", "connect() with seed=")
-    writer, storage = property(_refused("the writer", _MANAGE)), property(_refused("the storage", _MANAGE))
-    set_writer, set_storage = _refused("set_writer", _MANAGE), _refused("set_storage", _MANAGE)
+    append_transform = insert_transform = _refuse("a transform", _TRANSFORM)
+    transform = property(_refuse("a transform", _TRANSFORM))
+    __getitem__ = _refuse("rb[...]", "read rows by id: by_id(ids), or by episode: trajectory(episode_id)")
+    read_all_in_order = _refuse("reading all rows", "use sql(), or read episodes: trajectory(episode_id)")
+    __setitem__ = set_ = set_at_ = update_ = _refuse("changing rows", _MANAGE)
+    update_if_present = submit_update_if_present = _refuse("changing rows", _MANAGE)
+    mark_update = _refuse("mark_update", "pass the new priorities: update_priority(id=, priority=)")
+    write_all = _refuse("write_all", "extend()")
+    record = _refuse("record", "extend() several steps at a time: each call is a request")
+    sampler = property(_refuse("the sampler", "describe it: connect(sampler=)"))
+    set_sampler = _refuse("set_sampler", "connect() again, with another sampler=")
+    can_sample = _refuse("can_sample", "sample(): it raises NotReadyError; connect(wait=) waits for rows")
+    count_candidates = _refuse("count_candidates", "use sql()")
+    set_rng = _refuse("set_rng", "connect() with seed=")
+    writer, storage = property(_refuse("the writer", _MANAGE)), property(_refuse("the storage", _MANAGE))
+    set_writer, set_storage = _refuse("set_writer", _MANAGE), _refuse("set_storage", _MANAGE)
     dim_extend, recovered = (
-        property(_refused("dim_extend", _MANAGE)),
-        property(_refused("recovered", _MANAGE)),
+        property(_refuse("dim_extend", _MANAGE)),
+        property(_refuse("recovered", _MANAGE)),
     )
-    state_dict = _refused("state_dict", "keep `draw`, and connect() with it")
-    load_state_dict = _refused("load_state_dict", "connect() with draw=")
-    register_save_hook = register_load_hook = _refused("a hook of versions", _MANAGE)
-    empty = _refused("empty", _MANAGE)
+    state_dict = _refuse("state_dict", "keep `draw`, and connect() with it")
+    load_state_dict = _refuse("load_state_dict", "connect() with draw=")
+    register_save_hook = register_load_hook = _refuse("a hook of versions", _MANAGE)
+    empty = _refuse("empty", _MANAGE)
     columns = _Columns()
     retention = _Retention()
-    specs, set_specs = property(_refused("specs", _MANAGE)), _refused("set_specs", _MANAGE)
-    query = _refused("query", "use sql(), then read each trajectory(episode_id)")
-    to_torch_dataset = _refused("to_torch_dataset", "iterate over the buffer: it prefetches batches")
-    refresh = synchronize = _refused("refresh", "nothing: every answer is from the store as it is now")
+    specs, set_specs = property(_refuse("specs", _MANAGE)), _refuse("set_specs", _MANAGE)
+    query = _refuse("query", "use sql(), then read each trajectory(episode_id)")
+    to_torch_dataset = _refuse("to_torch_dataset", "iterate over the buffer: it prefetches batches")
+    refresh = synchronize = _refuse("refresh", "nothing: every answer is from the store as it is now")
     _storage = _Elsewhere()
     #: Collectors with several processes read it, and call `share` if it is False.
     shared = False
-    share = _refused(
+    share = _refuse(
         "sharing",
         "a multi-process collector cannot write over it yet: call extend() with the batches that it "
         "yields, or let every process connect() and run a Collector",
     )
-    client = start = shutdown = _refused("sharing", "connect() wherever the rows are wanted")
-    is_alive = service_backend = property(_refused("sharing", "connect() wherever the rows are wanted"))
+    client = start = shutdown = _refuse("sharing", "connect() wherever the rows are wanted")
+    is_alive = service_backend = property(_refuse("sharing", "connect() wherever the rows are wanted"))

@@ -300,7 +300,7 @@ class Connection:
             ExpStoreError: The error that the store raised on the server, of the same class.
             StateError: The connection is closed.
         """
-        mine = self._here()
+        mine = self._get_in_process()
         headers = self._headers(accept, None if body is None else kind) | {"X-Session": mine.session}
         if write:
             headers["Idempotency-Key"] = f"{mine.session}-{next(mine.numbers)}"
@@ -330,7 +330,7 @@ class Connection:
                 _refuse(answer.status_code, answer.headers, found)
             return Answer(found, answer.headers)
 
-        return self._until_answered(f"{method} {url}", mine, ask)
+        return self._retry(f"{method} {url}", mine, ask)
 
     def fetch(self, download: Download, route: str, body: Any, *, wait: float = 0.0) -> None:
         """Request a long answer of Arrow messages, over a socket of its own.
@@ -346,7 +346,7 @@ class Connection:
             ExpStoreError: The error that the store raised on the server.
             StateError: The download is closed.
         """
-        mine, content = self._here(), json.dumps(body).encode()
+        mine, content = self._get_in_process(), json.dumps(body).encode()
         headers = self._headers(ARROW, JSON) | {"Connection": "close"}
         parts, url = urlsplit(self.address.root), self.address.path(route)
         made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -373,7 +373,7 @@ class Connection:
                 link.close()
                 raise
 
-        self._until_answered(f"POST {url}", mine, ask, download.ended)
+        self._retry(f"POST {url}", mine, ask, download.ended)
 
     def begin_session(self) -> None:
         """Start a thread that tells the server about this process's session, until the connection is closed.
@@ -381,7 +381,7 @@ class Connection:
         Raises:
             StateError: The connection is closed.
         """
-        mine = self._here()
+        mine = self._get_in_process()
         with mine.beginning:
             if mine.writes:
                 return
@@ -402,18 +402,18 @@ class Connection:
                 self._tell("session/end", min(self.timeout, _FAREWELL_SECONDS))
 
     def _tell(self, route: str, timeout: float) -> None:
-        mine = self._here()
+        mine = self._get_in_process()
         headers = self._headers(JSON, None) | {"X-Session": mine.session}
         mine.client.post(self.address.path(route), headers=headers, timeout=timeout)
 
     def pauses(self) -> Iterator[float]:
         """Yield the pauses between attempts in seconds, each about twice as long as the one before."""
-        mine, pause = self._here(), self.retries.first
+        mine, pause = self._get_in_process(), self.retries.first
         while True:
             yield pause * (0.5 + mine.random.random() / 2)
             pause = min(pause * 2, self.retries.longest)
 
-    def _until_answered(
+    def _retry(
         self, what: str, mine: _InProcess, ask: Callable[[], _Found], ended: threading.Event | None = None
     ) -> _Found:
         began = time.monotonic()
@@ -434,7 +434,7 @@ class Connection:
             (ended or mine.ended).wait(pause)
         raise AssertionError("pauses do not end")
 
-    def _here(self) -> _InProcess:
+    def _get_in_process(self) -> _InProcess:
         self.check()
         mine = self._mine.get(os.getpid())
         if mine is None:  # a forked child neither uses nor closes its parent's sockets

@@ -203,8 +203,8 @@ class Sampler(metaclass=SamplerKind):
             return self.select(storage, batch_size, generator)
         if self._attached is None or self._attached() is not storage:
             self.attach(storage)
-        if not self.left(storage):
-            raise self.nothing(storage)
+        if not self.count_left(storage):
+            raise self.build_no_rows_error(storage)
         selection = self.select(storage, batch_size, next_numbers(storage.seed, storage.draws))
         self.hand_out(storage, selection)
         return index_tensor(storage, selection.ids), info_of(storage, selection)
@@ -219,7 +219,7 @@ class Sampler(metaclass=SamplerKind):
             generator: The random generator of this draw.
         """
 
-    def _drawn(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
+    def _draw_filtered(self, storage: ReadView, draw: Callable[[], Selection | None]) -> Selection:
         """Call `draw` until it finds rows that match the filter.
 
         If `draw` returns None, no row that is evaluated can be drawn: evaluate the new rows, then try again.
@@ -241,31 +241,31 @@ class Sampler(metaclass=SamplerKind):
                 with storage.lock:
                     found = draw() if filter.find_more(storage) else None
         if found is None:
-            raise self.nothing(storage)
+            raise self.build_no_rows_error(storage)
         return found
 
-    def nothing(self, storage: ReadView) -> NotReadyError:
+    def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
         """Return the error for a draw that finds no row."""
         if self.filter is None or not len(storage):
             return NotReadyError("Cannot sample from an empty storage", hint="extend() it first")
-        return self.filter.nothing(storage)
+        return self.filter.build_no_rows_error(storage)
 
     @property
     def _filtering(self) -> str:
         """The text that the filter adds to a `repr`."""
         return "" if self.filter is None else f", {self.filter}"
 
-    def left(self, storage: ReadView) -> int:
+    def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn. It is the length of a buffer."""
         return len(storage)
 
     def can_sample(self, storage: ReadView, batch_size: int) -> bool:
         """Return whether a batch can be drawn now."""
-        return self.left(storage) > 0
+        return self.count_left(storage) > 0
 
     def sampleable(self, storage: ReadView, batch_size: int) -> int:
         """Return the number of rows, or of starts of slices, that a batch is drawn from; ignores `where`."""
-        return self.left(storage)
+        return self.count_left(storage)
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator

@@ -17,7 +17,7 @@ from expstore.samplers.filter import Where
 from expstore.samplers.random import RandomSampler
 from expstore.samplers.window_sum_tree import WindowTree, warm
 from expstore.storages.base import Storage
-from expstore.storages.read_view import closed_error
+from expstore.storages.read_view import build_closed_error
 
 if TYPE_CHECKING:
     from expstore.kernels.sum_tree import SumTree
@@ -97,7 +97,7 @@ class ConsumingSampler(Sampler):
             storage.writer().settings.count_sampled()
         warm()
 
-    def left(self, storage: ReadView) -> int:
+    def count_left(self, storage: ReadView) -> int:
         """Return the number of rows that can still be drawn; for a reader, the number of readable rows."""
         if storage.closed or storage.state.sampled is None:
             return len(storage)
@@ -137,13 +137,13 @@ class ConsumingSampler(Sampler):
         if filter is not None and self._ran_out and filter.find_more(storage):
             ids = self._choose(writer, ids, size, generator)  # rows written meanwhile may match
         if not ids.size:
-            raise self.nothing(storage)
+            raise self.build_no_rows_error(storage)
         return Selection(ids)
 
     def _choose(self, storage: Storage, had: IntArray, size: int, generator: np.random.Generator) -> IntArray:
         with storage.locks.sampled:
             if storage.closed:
-                raise closed_error()
+                raise build_closed_error()
             tree, sampled = self._catch_up(storage)
             self._mirrored = (None, -1)  # set again at the end: after an interruption the tree is rebuilt
             kept = had[self._live.window.holds(had)]

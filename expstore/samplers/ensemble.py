@@ -146,7 +146,7 @@ class SamplerEnsemble(Members):
             return any(ready)
         return any(one and chance > 0 for one, chance in zip(ready, self._chances, strict=True))
 
-    def _some(self, numbers: list[int]) -> SamplerEnsemble:
+    def _select_members(self, numbers: list[int]) -> SamplerEnsemble:
         fixed = self._chances is not None and not self._by_rows
         return SamplerEnsemble(
             *[self._members[number] for number in numbers],

@@ -22,7 +22,7 @@ from expstore.core.values import Array, IntArray, Key, Window
 from expstore.episodes.fragments import all_ids, clip
 from expstore.errors import ExpStoreError, NotReadyError, StateError
 from expstore.sql.sync import Catalog
-from expstore.storages.read_view import unmoved
+from expstore.storages.read_view import read_stable
 
 if TYPE_CHECKING:
     from expstore.episodes.table import EpisodeTable
@@ -261,7 +261,7 @@ class Filter:
             self._evaluating.release()
         return True
 
-    def moved(self, version: int) -> IntArray | None:
+    def find_moved(self, version: int) -> IntArray | None:
         """Return the slots whose masses have changed since `version`; None for all. Shape `(n,)`."""
         if version == self.version:
             return _NONE
@@ -281,7 +281,7 @@ class Filter:
             masses[known] = self.masses[storage.geometry.slot_of(ids[known])]
         return masses
 
-    def nothing(self, storage: ReadView) -> NotReadyError:
+    def build_no_rows_error(self, storage: ReadView) -> NotReadyError:
         """Return the error for a draw that finds no matching row."""
         return NotReadyError(
             f"none of the {len(storage)} rows can be drawn with {self._conditions}",
@@ -358,7 +358,7 @@ class Filter:
         if storage.schema is None:
             return True
         facts = _Facts(self._catalog_of(storage), self._conditions.facts)
-        ids = None if before is None else self._changed(storage, before, now, facts)
+        ids = None if before is None else self._find_changed(storage, before, now, facts)
         whole = ids is None
         if ids is None:
             self._known.clear()
@@ -393,7 +393,7 @@ class Filter:
             self.evaluation += 1
             self._seen = now
 
-    def _changed(self, storage: ReadView, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:
+    def _find_changed(self, storage: ReadView, before: _Seen, now: _Seen, facts: _Facts) -> IntArray | None:
         """Return the rows to evaluate, in ascending order; None for all rows. Shape `(n,)`."""
         window, last = now.window, before.window.last
         if (before.content, before.table) != (now.content, now.table) or window.last < last:
@@ -409,11 +409,11 @@ class Filter:
                 episodes = now.table.touched.since(before.touched)
             if episodes is None:
                 return None
-            found.append(_rows_of(storage, now.table, self._other(episodes, facts), window.low))
+            found.append(_rows_of(storage, now.table, self._find_other(episodes, facts), window.low))
         ids = np.unique(np.concatenate(found)) if len(found) > 1 else (*found, _NONE)[0]
         return ids[window.holds(ids)]
 
-    def _other(self, episodes: IntArray, facts: _Facts) -> IntArray:
+    def _find_other(self, episodes: IntArray, facts: _Facts) -> IntArray:
         """Return the episodes, out of these, whose facts have changed. Shapes `(n,)`."""
         facts.add(episodes)
         found = dict(zip(facts.ids.tolist(), facts.rows(), strict=True))
@@ -429,9 +429,9 @@ class Filter:
             yield ids[start : start + rows]
 
     def _ask(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
-        return unmoved(storage, lambda: self._asked(storage, ids, facts))
+        return read_stable(storage, lambda: self._ask_weights(storage, ids, facts))
 
-    def _asked(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
+    def _ask_weights(self, storage: ReadView, ids: IntArray, facts: _Facts) -> Floats:
         needs = self._bound(storage)
         places = [*needs.fields, *(len(needs.schema.fields) + _PLACES[name] for name in needs.rows)]
         columns = storage.read(ids, places) if places else []

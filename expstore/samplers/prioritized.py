@@ -161,13 +161,17 @@ class PrioritizedSampler(Sampler):
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._by_priority(storage, batch_size, generator))
-        found = self._by_priority(storage, batch_size, generator)
+            return self._draw_filtered(
+                storage, lambda: self._draw_by_priority(storage, batch_size, generator)
+            )
+        found = self._draw_by_priority(storage, batch_size, generator)
         if found is None:
             raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
         return found
 
-    def _by_priority(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
+    def _draw_by_priority(
+        self, storage: ReadView, size: int, generator: np.random.Generator
+    ) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places))
             window, found = self._weights.window, tree.draw(generator.random(size))

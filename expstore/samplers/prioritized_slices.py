@@ -24,7 +24,7 @@ from expstore.samplers.slice_options import (
     Slicing,
     SlicingNames,
     Span,
-    none_is_long_enough,
+    build_too_short_error,
     trajectory_fields,
 )
 
@@ -122,7 +122,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
             slice_len=slice_len,
             strict_length=strict_length,
             pad_output=False,
-            span=_without_left(span),
+            span=_drop_left(span),
             truncated_key=truncated_key,
             init_key=init_key,
         )
@@ -148,7 +148,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         """
         self.slicing.sizes(batch_size)
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._slices(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._slices(storage, batch_size, generator))
         found = self._slices(storage, batch_size, generator)
         if found is None:
             raise NotReadyError("non-positive p_sum: all priorities are 0", hint="set eps above 0")
@@ -171,7 +171,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
                     have = runs.stop - runs.first
                     if slicing.starts(have, length).any():
                         return None
-                    raise none_is_long_enough(have[have > 0], length)
+                    raise build_too_short_error(have[have > 0], length)
                 places, weights = tree.find(generator.random(count) * tree.total)
                 numbers, steps = self._starts.at(places, runs)
                 lengths = np.minimum(length, runs.stop[numbers] - steps)
@@ -229,7 +229,7 @@ class PrioritizedSliceSampler(SlicingNames, PrioritizedSampler):
         )
 
 
-def _without_left(span: Span) -> Span:
+def _drop_left(span: Span) -> Span:
     """Return a span without its left side; warn if it had one."""
     left, right = span if isinstance(span, tuple | list) and len(span) == 2 else (span, span)
     if left:
@@ -277,7 +277,7 @@ class _Starts:
     def go_on(self, runs: Runs, least: int) -> bool:
         """Return whether `find` can continue: the runs and the length are the same, and changes are known."""
         seen = self._seen
-        return seen is not None and seen[:2] == (runs, least) and runs.changed_since(seen[2]) is not None
+        return seen is not None and seen[:2] == (runs, least) and runs.find_changed(seen[2]) is not None
 
     def find(self, storage: ReadView, runs: Runs, least: int, *, strict: bool) -> IntArray:
         """Find the rows at which a slice can begin since the last call.
@@ -292,7 +292,7 @@ class _Starts:
             Ids of the rows. Shape `(n,)`.
         """
         count = runs.table.count
-        changed = runs.changed_since(self._seen[2]) if self._seen and self.go_on(runs, least) else None
+        changed = runs.find_changed(self._seen[2]) if self._seen and self.go_on(runs, least) else None
         changed = np.arange(count) if changed is None else np.unique(changed)
         if count > self._done.size:
             self._done = np.append(self._done, np.zeros(2 * count - self._done.size, np.int64))

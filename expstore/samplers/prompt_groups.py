@@ -152,10 +152,10 @@ class PromptGroupSampler(Sampler):
                 f"{type(self).__name__} only supports single-dimensional storages, got ndim={storage.ndim}."
             )
         found = self._groups(storage)
-        chosen = self._filled(np.arange(found.number), groups, generator)
+        chosen = self._fill_up(np.arange(found.number), groups, generator)
         return Selection(np.concatenate([self._rows(found, group, rows, generator) for group in chosen]))
 
-    def _filled(self, items: IntArray, count: int, generator: np.random.Generator) -> IntArray:
+    def _fill_up(self, items: IntArray, count: int, generator: np.random.Generator) -> IntArray:
         """Return `count` items in random order; if there are fewer, some of them again."""
         if items.size >= count:
             return generator.permutation(items)[:count]
@@ -174,7 +174,7 @@ class PromptGroupSampler(Sampler):
         own = slice(int(groups.starts[group]), int(groups.starts[group + 1]))
         ids = groups.ids[own]
         if ids.size < count or self.strategy == "random":
-            return self._filled(ids, count, generator)
+            return self._fill_up(ids, count, generator)
         if self.strategy == "recency" or groups.rewards is None:
             return ids[-count:]
         order = np.argsort(groups.rewards[own], kind="stable")
@@ -191,10 +191,10 @@ class PromptGroupSampler(Sampler):
             moment = (storage.window, storage.version)
             known = self._known
             if known is None or known.of() is not storage or known.moment != moment:
-                known = self._known = self._found(storage, moment)
+                known = self._known = self._find_groups(storage, moment)
             return known
 
-    def _found(self, storage: ReadView, moment: tuple[Any, ...]) -> _Groups:
+    def _find_groups(self, storage: ReadView, moment: tuple[Any, ...]) -> _Groups:
         needs = self.strategy in ("reward", "variance")
         keys = [to_key(self.group_key), *([to_key(self.reward_key)] if needs else [])]
         if storage.row_traits.whole:
@@ -204,7 +204,7 @@ class PromptGroupSampler(Sampler):
             ids, columns = read_present(
                 storage, storage.window.ids(), [storage.require_schema().place_of(key) for key in keys]
             )
-        names = _numbered(columns[0])
+        names = _number(columns[0])
         order = np.argsort(names, kind="stable")
         starts = np.append(np.flatnonzero(np.append(True, np.diff(names[order]) != 0)), names.size)
         rewards = None
@@ -252,7 +252,7 @@ def _most_varied(rewards: Array, count: int) -> int:
     return int(np.argmax(np.where(widest, total, -np.inf)))
 
 
-def _numbered(column: Any) -> IntArray:
+def _number(column: Any) -> IntArray:
     """Return integers that are equal where the values are equal. Shapes `(n, ...)` in, `(n,)` out."""
     if not isinstance(column, np.ndarray) or column.dtype.kind == "O":
         values = column.tolist() if isinstance(column, np.ndarray) else column.to_pylist()

@@ -73,12 +73,12 @@ class RandomSampler(Sampler):
         """
         window = readable(storage)
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._by_mass(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._draw_by_mass(storage, batch_size, generator))
         if window.deleted is not NO_IDS:
             return Selection(window.nth(generator.integers(0, window.rows, batch_size)))
         return Selection(generator.integers(window.low + 1, window.last + 1, batch_size))
 
-    def _by_mass(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
+    def _draw_by_mass(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
         with self._lock:
             tree = self._masses.catch_up(storage, lambda places: np.ones(places.size))
             if not tree.total > 0:

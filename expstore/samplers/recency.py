@@ -122,7 +122,7 @@ class RecencySampler(Sampler):
         """
         window, half_life, newest = readable(storage), self._half_life, self._newest
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._by_weight(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._draw_by_weight(storage, batch_size, generator))
         rows = window.rows
         taking_part = rows if newest is None else min(rows, newest)
         if half_life is None:
@@ -138,15 +138,17 @@ class RecencySampler(Sampler):
 
     # -- with a filter: weights whose ratios do not change while rows grow older ---------------------
 
-    def _by_weight(self, storage: ReadView, size: int, generator: np.random.Generator) -> Selection | None:
+    def _draw_by_weight(
+        self, storage: ReadView, size: int, generator: np.random.Generator
+    ) -> Selection | None:
         with self._lock:
             tree = self._weights.catch_up(storage, lambda places: self._weigh(storage, places), self._narrow)
             if tree.total > _FAINT:
                 places, _ = tree.find(generator.random(size) * tree.total)
                 return Selection(storage.geometry.ids_in(places, self._weights.window.last))
-            return self._by_faint_weight(storage, self._weights.window, size, generator)
+            return self._draw_by_faint_weight(storage, self._weights.window, size, generator)
 
-    def _by_faint_weight(
+    def _draw_by_faint_weight(
         self, storage: ReadView, window: Window, size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Draw rows whose weights in the tree are too small to sum up, because all matching rows are old."""

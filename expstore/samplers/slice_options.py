@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from expstore.samplers.keyed_trajectories import Trajectories
     from expstore.storages.run_index import Runs
 
-__all__ = ["NestedKey", "Slicing", "SlicingNames", "Span", "none_is_long_enough", "trajectory_fields"]
+__all__ = ["NestedKey", "Slicing", "SlicingNames", "Span", "build_too_short_error", "trajectory_fields"]
 
 NestedKey = str | tuple[str, ...]
 Span = bool | int | tuple[bool | int, bool | int]
@@ -295,7 +295,7 @@ def _short(key: Key | None) -> NestedKey | None:
     return key if key is None or len(key) > 1 else key[0]
 
 
-def none_is_long_enough(lengths: IntArray, length: int) -> NotReadyError:
+def build_too_short_error(lengths: IntArray, length: int) -> NotReadyError:
     """Return the error for a draw that finds no slice.
 
     Args:

@@ -22,7 +22,7 @@ from expstore.samplers.slice_options import (
     Slicing,
     SlicingNames,
     Span,
-    none_is_long_enough,
+    build_too_short_error,
     trajectory_fields,
 )
 from expstore.samplers.slices_without_replacement import SliceSamplerWithoutReplacement
@@ -160,12 +160,12 @@ class SliceSampler(SlicingNames, Sampler):
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._filtered(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._choose_filtered(storage, batch_size, generator))
         length, count = self.slicing.sizes(batch_size)
-        ids, lengths, padded = self._chosen(storage, length, count, generator)
+        ids, lengths, padded = self._choose_rows(storage, length, count, generator)
         return self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
 
-    def _chosen(
+    def _choose_rows(
         self, storage: ReadView, length: int, count: int, generator: np.random.Generator
     ) -> tuple[IntArray, IntArray, bool]:
         """Choose slices; return the ids of their rows, the rows of each, and whether to pad short slices."""
@@ -177,7 +177,7 @@ class SliceSampler(SlicingNames, Sampler):
             tree = self._weights.catch_up(runs, length, lambda have: self._weigh(have, length))
             total = int(tree.total)
             if not total:
-                raise none_is_long_enough(_lengths(runs), length)
+                raise build_too_short_error(_lengths(runs), length)
             chosen, _ = tree.find(np.floor(generator.random(count) * total) + 0.5)
             first = runs.first[chosen]
             begins, lengths = slicing.place(runs.stop[chosen] - first, length, generator.random(count))
@@ -185,7 +185,7 @@ class SliceSampler(SlicingNames, Sampler):
             padded = slicing.pad_output and bool((_lengths(runs) < length).any())
         return ids, lengths, padded
 
-    def _filtered(
+    def _choose_filtered(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         """Choose slices whose first rows match the filter; return None if there is no such row."""

@@ -20,7 +20,7 @@ from expstore.samplers.slice_options import (
     NestedKey,
     Slicing,
     SlicingNames,
-    none_is_long_enough,
+    build_too_short_error,
     trajectory_fields,
 )
 from expstore.samplers.start_candidates import Candidates
@@ -128,13 +128,13 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         """
         self.slicing.sizes(batch_size)
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._next_slices(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._next_slices(storage, batch_size, generator))
         found = self._next_slices(storage, batch_size, generator)
         if found is None:
             runs = self._trajectories.of(storage)
             with runs.lock:
                 have = runs.stop - runs.first
-                raise none_is_long_enough(have[have > 0], self.slicing.sizes(batch_size)[0])
+                raise build_too_short_error(have[have > 0], self.slicing.sizes(batch_size)[0])
         return found
 
     def _next_slices(
@@ -161,7 +161,7 @@ class SliceSamplerWithoutReplacement(SlicingNames, SamplerWithoutReplacement):
         runs = self._trajectories.of(storage)
         with runs.lock, self._lock:
             if self._count(storage, runs, length) == size and self._key is not None:
-                places = self._placed(self._key, number, size, np.arange(begin, begin + count))
+                places = self._place(self._key, number, size, np.arange(begin, begin + count))
                 again = self._slices(storage, runs, places, length, selection.asked, generator)
                 return replace(again, progress=selection.progress)
         return self.select(storage, selection.asked, generator)

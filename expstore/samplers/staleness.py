@@ -273,13 +273,15 @@ class StalenessAwareSampler(Sampler):
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._by_staleness(storage, batch_size, generator))
-        found = self._by_staleness(storage, batch_size, generator)
+            return self._draw_filtered(
+                storage, lambda: self._draw_by_staleness(storage, batch_size, generator)
+            )
+        found = self._draw_by_staleness(storage, batch_size, generator)
         if found is None:
-            raise self.nothing(storage)
+            raise self.build_no_rows_error(storage)
         return found
 
-    def _by_staleness(
+    def _draw_by_staleness(
         self, storage: ReadView, batch_size: int, generator: np.random.Generator
     ) -> Selection | None:
         progress = self._consumer_version, self._max_staleness
@@ -363,7 +365,7 @@ class StalenessAwareSampler(Sampler):
                 )
             first, count, staleness = first[fresh], count[fresh], staleness[fresh]
         ask = self._weight_fn
-        weight = 1.0 / (staleness + 1.0) if ask is None else _asked(ask, staleness)
+        weight = 1.0 / (staleness + 1.0) if ask is None else _ask_weights(ask, staleness)
         some = weight > 0
         if not some.any():
             raise NotReadyError(
@@ -418,7 +420,7 @@ def _read_on(storage: ReadView, place: int, versions: _Versions, window: Window)
     return versions
 
 
-def _asked(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats) -> Floats:
+def _ask_weights(ask: Callable[[torch.Tensor], torch.Tensor], staleness: Floats) -> Floats:
     """Return the weights from a user's function, scaled so that the largest is 1. Shapes `(n,)`.
 
     If all weights are 0, they remain 0.

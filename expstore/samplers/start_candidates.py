@@ -57,8 +57,8 @@ class Candidates:
         """
         tree, seen, filter = self._tree, self._seen, self._filter
         with filter.lock:
-            version, moved = filter.version, filter.moved(seen[2])
-        changed = runs.changed_since(seen[1])
+            version, moved = filter.version, filter.find_moved(seen[2])
+        changed = runs.find_changed(seen[1])
         count = runs.table.count
         if tree is None or self._runs is not runs or seen[0] != length or changed is None or moved is None:
             tree = new_sum_tree(max(256, 2 * count))

@@ -130,7 +130,7 @@ class StreamingSliceSampler(SliceSampler):
         with self._own:
             self._mark = self._handed = _mark_at(storage, written) if kind == self._kind else storage.last
         if kind != self._kind and not storage.follows:
-            storage.draws.note_progress((self._kind, _written_at(storage, self._mark), 0, 0))
+            storage.draws.note_progress((self._kind, _count_written(storage, self._mark), 0, 0))
 
     def select(self, storage: ReadView, batch_size: int, generator: np.random.Generator) -> Selection:
         """Choose the next new slices, and other slices if there are too few.
@@ -143,9 +143,9 @@ class StreamingSliceSampler(SliceSampler):
         with self._own:
             fresh, after = self._fresh(storage, length, count, self._mark, storage.window.last)
             before, self._mark = self._mark, after
-        return self._filled(storage, fresh, batch_size, generator, (self._kind, after, before))
+        return self._fill_up(storage, fresh, batch_size, generator, (self._kind, after, before))
 
-    def _filled(
+    def _fill_up(
         self,
         storage: ReadView,
         fresh: IntArray,
@@ -157,7 +157,7 @@ class StreamingSliceSampler(SliceSampler):
         length, count = self.slicing.sizes(batch_size)
         ids, lengths, padded = fresh.reshape(-1), np.full(len(fresh), length), False
         if len(fresh) < count:
-            more, others, padded = self._chosen(storage, length, count - len(fresh), generator)
+            more, others, padded = self._choose_rows(storage, length, count - len(fresh), generator)
             ids, lengths = np.concatenate([ids, more]), np.concatenate([lengths, others])
         found = self.slicing.selection(ids, lengths, length=length, asked=batch_size, padded=padded)
         return replace(found, progress=progress)
@@ -174,7 +174,7 @@ class StreamingSliceSampler(SliceSampler):
             end = min(end, runs.look().last)
             while start <= end and have < count:
                 ids = np.arange(start, min(start + tuning.SLICE_SEARCH_ROWS, end + 1))
-                run, step = self._completing(storage, runs, ids, length)
+                run, step = self._find_complete(storage, runs, ids, length)
                 whole = (run >= 0) & (step - length + 1 >= runs.first[np.maximum(run, 0)])
                 run, begins = run[whole][: count - have], step[whole][: count - have] - length + 1
                 rows = runs.rows(run, begins, np.full(run.size, length)).reshape(-1, length)
@@ -184,7 +184,7 @@ class StreamingSliceSampler(SliceSampler):
         slices = np.concatenate(found)
         return slices, int(slices[-1, -1]) if have == count else max(mark, end)
 
-    def _completing(
+    def _find_complete(
         self, storage: ReadView, runs: Runs, ids: IntArray, length: int
     ) -> tuple[IntArray, IntArray]:
         """Return the run and the step of rows that complete a slice; run -1 for rows that cannot be read."""
@@ -205,14 +205,14 @@ class StreamingSliceSampler(SliceSampler):
         length, count = self.slicing.sizes(selection.asked)
         _, after, before = selection.progress
         fresh, _ = self._fresh(storage, length, count, before, after)
-        return self._filled(storage, fresh, selection.asked, generator, selection.progress)
+        return self._fill_up(storage, fresh, selection.asked, generator, selection.progress)
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Store which new slices were returned to the user."""
         with self._own:
             if selection.progress[1] > self._handed:  # two threads may return batches in another order
                 self._handed = selection.progress[1]
-                storage.draws.note_progress((self._kind, _written_at(storage, self._handed), 0, 0))
+                storage.draws.note_progress((self._kind, _count_written(storage, self._handed), 0, 0))
 
     def rewind(self, storage: ReadView) -> None:
         """Continue after the last batch that was returned to the user."""
@@ -222,7 +222,7 @@ class StreamingSliceSampler(SliceSampler):
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""
         storage = self._storage()
-        return {"written": 0 if storage is None else _written_at(storage, self._handed)}
+        return {"written": 0 if storage is None else _count_written(storage, self._handed)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
@@ -245,7 +245,7 @@ class StreamingSliceSampler(SliceSampler):
         return f"StreamingSliceSampler(slice_len={self.slicing.slice_len})"
 
 
-def _written_at(storage: ReadView, mark: int) -> int:
+def _count_written(storage: ReadView, mark: int) -> int:
     """Return how many rows had ever been written when `mark` was the newest id.
 
     Unlike ids, this number does not change when a snapshot is loaded.

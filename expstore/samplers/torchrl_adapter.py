@@ -23,7 +23,7 @@ from expstore.samplers.names import make_sampler
 if TYPE_CHECKING:
     from expstore.storages.read_view import ReadView
 
-__all__ = ["AdaptedSampler", "adapt", "chosen", "given"]
+__all__ = ["AdaptedSampler", "adapt", "to_selection", "unwrap"]
 
 
 def adapt(sampler: Any) -> Sampler:
@@ -50,7 +50,7 @@ def adapt(sampler: Any) -> Sampler:
     return AdaptedSampler(sampler)
 
 
-def given(sampler: Sampler) -> Any:
+def unwrap(sampler: Sampler) -> Any:
     """Return the object that the user gave to the buffer."""
     return sampler.sampler if isinstance(sampler, AdaptedSampler) else sampler
 
@@ -132,7 +132,7 @@ class AdaptedSampler(Sampler):
                 "info",
                 hint="return (index, {}); a subclass of expstore's Sampler may implement select() instead",
             )
-        return replace(chosen(storage, *drawn), progress=(int(ran_out),))
+        return replace(to_selection(storage, *drawn), progress=(int(ran_out),))
 
     def hand_out(self, storage: ReadView, selection: Selection) -> None:
         """Record whether this batch was the last one of a pass."""
@@ -214,7 +214,7 @@ class AdaptedSampler(Sampler):
         return repr(self.sampler)
 
 
-def chosen(storage: ReadView, index: Any, info: Any) -> Selection:
+def to_selection(storage: ReadView, index: Any, info: Any) -> Selection:
     """Return rows that code written for torchrl has chosen as a selection.
 
     Args:
@@ -227,7 +227,7 @@ def chosen(storage: ReadView, index: Any, info: Any) -> Selection:
         StateError: The indices are not integers.
     """
     ids = storage.geometry.ids_at(_numbers(storage, index), storage.window)
-    columns, marks, notes = _sorted_info(info, ids.size)
+    columns, marks, notes = _sort_info(info, ids.size)
     return Selection(ids, columns, marks=marks, notes=notes)
 
 
@@ -262,7 +262,7 @@ def _array(values: Any) -> Array:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _sorted_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
+def _sort_info(info: Any, count: int) -> tuple[dict[Key, Array], tuple[Mark, ...], dict[Any, Any]]:
     """Split info into columns (a value per row), marks (flags in nested fields) and all other values."""
     columns: dict[Key, Array] = {}
     marks: list[Mark] = []

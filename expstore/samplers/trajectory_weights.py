@@ -41,7 +41,7 @@ class RunWeights:
         """
         tree, seen = self._tree, self._seen
         known = seen is not None and seen[0] is runs and seen[1] == length
-        changed = runs.changed_since(seen[2]) if seen is not None and known else None
+        changed = runs.find_changed(seen[2]) if seen is not None and known else None
         count = runs.table.count
         if tree is None or changed is None:
             tree = new_sum_tree(max(256, 2 * count))

@@ -80,7 +80,7 @@ class WindowTree:
             window = storage.window
             return self._follow(storage, window if narrow is None else narrow(window), weigh)
         with filter.lock:
-            moved, self._version = filter.moved(self._version), filter.version
+            moved, self._version = filter.find_moved(self._version), filter.version
             if moved is None:
                 self.drop()
             readable = filter.readable(storage)

@@ -126,10 +126,10 @@ class SamplerWithoutReplacement(Sampler):
             QueryError: The filter cannot be evaluated.
         """
         if self.filter is not None:
-            return self._drawn(storage, lambda: self._try(storage, batch_size, generator))
+            return self._draw_filtered(storage, lambda: self._try(storage, batch_size, generator))
         found = self._try(storage, batch_size, generator)
         if found is None:
-            raise self.nothing(storage)
+            raise self.build_no_rows_error(storage)
         return found
 
     def _try(self, storage: ReadView, count: int, generator: np.random.Generator) -> Selection | None:
@@ -186,7 +186,7 @@ class SamplerWithoutReplacement(Sampler):
         found: list[IntArray] = [np.empty(0, np.int64)]
         size, reach = named[2], max(_LOOK, 2 * count)
         while position < size and self.filter is not None:
-            places = self._placed(*named, np.arange(position, min(position + reach, size)))
+            places = self._place(*named, np.arange(position, min(position + reach, size)))
             ids = storage.geometry.ids_at(_indices(storage, size, places), storage.window)
             good = np.flatnonzero(self.filter.masses_of(storage, ids))
             found.append(ids[good[:count]])
@@ -217,7 +217,7 @@ class SamplerWithoutReplacement(Sampler):
             number, position = number + 1, 0
         stop = min(position + count, size)
         ends = size - stop < (count if self.drop_last else 1)
-        places = self._placed(key, number, size, np.arange(position, stop))
+        places = self._place(key, number, size, np.arange(position, stop))
         after = (number + 1, 0, size) if ends else (number, stop, size)
         return Step(places, key, number, position, after)
 
@@ -226,8 +226,8 @@ class SamplerWithoutReplacement(Sampler):
         self._key = step.key
         self._pass, self._position, self._size = step.after
 
-    def _placed(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
-        return self._permuted(key, number, size, places) if self.shuffle else places
+    def _place(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
+        return self._permute(key, number, size, places) if self.shuffle else places
 
     def sample_again(
         self, storage: ReadView, selection: Selection, generator: np.random.Generator
@@ -260,7 +260,7 @@ class SamplerWithoutReplacement(Sampler):
         with self._lock:
             self._start(*self._handed)
 
-    def _permuted(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
+    def _permute(self, key: tuple[int, int], number: int, size: int, places: IntArray) -> IntArray:
         """Return the rows' numbers at places of the pass. Shapes `(n,)`."""
         mixed = key[0] ^ int(_mix(np.array([key[1]], np.uint64))[0])
         if size > _LISTED:

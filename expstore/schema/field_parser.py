@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from expstore.core.values import Key, given_key, key_name
+from expstore.core.values import Key, check_key, key_name
 from expstore.errors import SchemaError
 from expstore.schema.arrow_types import ragged_text, type_text
 from expstore.schema.schema import ARROW, DTYPES, OBJECT, Field, Schema
@@ -48,7 +48,7 @@ def schema_of(types: Mapping[Any, Any] | Schema | None) -> Schema | None:
 
 def _fields(types: Mapping[Any, Any], path: Key) -> Iterator[Field]:
     for name, given in types.items():
-        key = (*path, *given_key("each key of schema=", name))
+        key = (*path, *check_key("each key of schema=", name))
         if isinstance(given, Mapping):
             yield from _fields(given, key)
         else:

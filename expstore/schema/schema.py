@@ -163,7 +163,7 @@ class Schema:
                 `()`.
             form: The kind of container of the rows, as for the class.
         """
-        return cls([_named_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
+        return cls([_to_field(key, dtype, shape) for key, (dtype, shape) in columns.items()], form)
 
     @cached_property
     def keys(self) -> tuple[Key, ...]:
@@ -227,7 +227,7 @@ class Schema:
         """Return whether another schema has the same layout of rows; the order of fields counts."""
         return other is not None and (self.fields, self.form) == (other.fields, other.form)
 
-    def grown(self, entry: Field, default: Array | None) -> Schema:
+    def grow(self, entry: Field, default: Array | None) -> Schema:
         """Return the schema with one more field, after the others.
 
         Args:
@@ -257,7 +257,7 @@ class Schema:
             )
         return Schema(rest, self.form, {name: value for name, value in self.late.items() if name != key})
 
-    def given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
+    def find_given(self, keys: Sequence[Key]) -> tuple[Key, ...]:
         """Return the fields of a batch that may lack late fields, in the schema's order.
 
         Raises:
@@ -316,9 +316,9 @@ class Schema:
         if partial:
             return [fitted[key] for key in keys]
         count = len(columns[0]) if columns else 0
-        return [fitted[key] if key in fitted else self._by_default(key, count) for key in self.keys]
+        return [fitted[key] if key in fitted else self._fill_default(key, count) for key in self.keys]
 
-    def _by_default(self, key: Key, count: int) -> Array:
+    def _fill_default(self, key: Key, count: int) -> Array:
         entry = self[key]
         return np.ascontiguousarray(np.broadcast_to(self._defaults[key], (count, *entry.shape)))
 
@@ -363,7 +363,7 @@ def arrow_dtype(text: str) -> str:
     return _ARROW + text
 
 
-def _named_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
+def _to_field(key: Key, dtype: str, shape: tuple[int, ...]) -> Field:
     """Return the field for a dtype in the notation of a batch's columns."""
     if dtype.startswith(_ARROW):
         return Field(key, ARROW, shape, dtype.removeprefix(_ARROW))

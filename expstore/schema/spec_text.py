@@ -83,7 +83,7 @@ def _walk(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, Leaf]]:
     if node is None:
         return
     if "parts" in node:
-        yield from _stacked([dict(_walk(part, path)) for part in node["parts"]], int(node["dim"]))
+        yield from _stack_leaves([dict(_walk(part, path)) for part in node["parts"]], int(node["dim"]))
     elif "specs" in node:
         for name, part in node["specs"].items():
             yield from _walk(part, (*path, name))
@@ -92,7 +92,7 @@ def _walk(node: dict[str, Any] | None, path: Key) -> Iterator[tuple[Key, Leaf]]:
         yield path, (None if dtype is None else str(dtype), tuple(map(int, node["shape"])))
 
 
-def _stacked(parts: Sequence[dict[Key, Leaf]], dim: int) -> Iterator[tuple[Key, Leaf]]:
+def _stack_leaves(parts: Sequence[dict[Key, Leaf]], dim: int) -> Iterator[tuple[Key, Leaf]]:
     """Yield the leaves that all parts of a stack have; a size that differs between parts is -1."""
     for key, (dtype, shape) in parts[0].items():
         if all(key in part and len(part[key][1]) == len(shape) for part in parts):

@@ -18,21 +18,21 @@ from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import (
     Move,
     as_size,
-    expanding,
-    flattening,
     indexing,
-    picking,
-    reshaping,
+    plan_expand,
+    plan_flatten,
+    plan_index_select,
+    plan_reshape,
+    plan_squeeze,
+    plan_unbind,
+    plan_unflatten,
+    plan_unsqueeze,
     safe,
-    selecting,
     sizes_of,
-    squeezed,
-    unflattening,
-    unsqueezing,
 )
 from expstore.specs.torchrl_classes import register_with_torchrl
 
-__all__ = ["LeafSpec", "TensorSpec", "as_device", "described", "implements", "stack_equal"]
+__all__ = ["LeafSpec", "TensorSpec", "as_device", "describe_spec", "implements", "stack_equal"]
 
 _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
@@ -331,7 +331,7 @@ class TensorSpec(ABC):
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return described(self, ("shape", "space", "device", "dtype", "domain"))
+        return describe_spec(self, ("shape", "space", "device", "dtype", "domain"))
 
     @classmethod
     def __torch_function__(
@@ -347,7 +347,7 @@ class TensorSpec(ABC):
         return handler(*args, **(kwargs or {}))
 
 
-def described(spec: TensorSpec, names: Sequence[str]) -> str:
+def describe_spec(spec: TensorSpec, names: Sequence[str]) -> str:
     """Return a description of a spec with some of its properties, one per line."""
     lines = [indent(f"{name}={getattr(spec, name)}", " " * 4) for name in names]
     return f"{type(spec).__name__}(\n" + ",\n".join(lines) + ")"
@@ -414,7 +414,7 @@ class LeafSpec(TensorSpec):
         raise _refusal("dtype")
 
     @abstractmethod
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -454,7 +454,7 @@ class LeafSpec(TensorSpec):
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
         """Return a value of the spec close to the given one, which is not changed. See TensorSpec."""
-        found = self._shaped(self._as_tensor(val))
+        found = self._fit_shape(self._as_tensor(val))
         return found if self.is_in(found) else self._project(found, generator)
 
     def _as_tensor(self, val: Any) -> torch.Tensor:
@@ -469,7 +469,7 @@ class LeafSpec(TensorSpec):
                 f"{type(val).__name__}"
             ) from exc
 
-    def _shaped(self, val: torch.Tensor) -> torch.Tensor:
+    def _fit_shape(self, val: torch.Tensor) -> torch.Tensor:
         """Return a value if its shape fits; raise RuntimeError otherwise."""
         if self._takes(val.shape):
             return val
@@ -480,13 +480,13 @@ class LeafSpec(TensorSpec):
 
     def zero(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
         """Return zeros, even if the space does not contain them; `shape` is put in front."""
-        return torch.zeros(self._drawn(shape), dtype=self.dtype, device=self.device)
+        return torch.zeros(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
     def one(self, shape: Sequence[int] | int | None = None) -> torch.Tensor:
         """Return ones, even if the space does not contain them; `shape` is put in front."""
-        return torch.ones(self._drawn(shape), dtype=self.dtype, device=self.device)
+        return torch.ones(self._draw_shape(shape), dtype=self.dtype, device=self.device)
 
-    def _drawn(self, shape: Sequence[int] | int | None) -> torch.Size:
+    def _draw_shape(self, shape: Sequence[int] | int | None) -> torch.Size:
         """Return the spec's shape with dims put in front."""
         return as_size(() if shape is None else shape) + safe(self.shape)
 
@@ -546,23 +546,23 @@ class LeafSpec(TensorSpec):
     def to(self, dest: torch.dtype | torch.device | str | int | None) -> Any:
         """Return the spec for another device or dtype; the same object if nothing changes."""
         if isinstance(dest, torch.dtype):
-            return self if dest == self.dtype else self._remade(dtype=dest)
+            return self if dest == self.dtype else self._remake(dtype=dest)
         device = as_device(dest)
-        return self if device in (None, self.device) else self._remade(device=device)
+        return self if device in (None, self.device) else self._remake(device=device)
 
     def clone(self) -> Self:
         """Return a copy."""
-        made: Self = self._remade()
+        made: Self = self._remake()
         return made
 
-    def _moved(self, move: Move) -> Any:
+    def _move(self, move: Move) -> Any:
         """Return a copy with another shape; raise ValueError if its domain would change."""
         if self._whole and move.shape(self.shape)[-self._whole :] != self.shape[-self._whole :]:
             raise ValueError(
                 f"Final dimension of {type(self)} must remain unchanged: it is the domain of the values. "
                 f"Got shape {self.shape}, and {move.shape(self.shape)} of it."
             )
-        return self._remade(move)
+        return self._remake(move)
 
     def _keep_whole(self, dim: int | None, n: int) -> None:
         """Raise ValueError if a dim belongs to the domain; n is the number of dims."""
@@ -578,33 +578,33 @@ class LeafSpec(TensorSpec):
         Raises:
             ValueError: A dim whose size is not 1 would change.
         """
-        made: Self = self._moved(expanding(type(self).__name__, self.shape, sizes_of(shape)))
+        made: Self = self._move(plan_expand(type(self).__name__, self.shape, sizes_of(shape)))
         return made
 
     def squeeze(self, dim: int | None = None) -> Any:
         """Return the spec without a dim of size 1; by default without all, but shape `(1,)` is kept."""
         if self._whole and self.shape[-1] == 1:
             self._keep_whole(-1 if dim is None else dim, self.ndim)
-        move = squeezed(self.shape, dim)
-        return self if move is None else self._moved(move)
+        move = plan_squeeze(self.shape, dim)
+        return self if move is None else self._move(move)
 
     def unsqueeze(self, dim: int) -> Any:
         """Return the spec with an additional dim of size 1."""
-        move = unsqueezing(self.shape, dim)
+        move = plan_unsqueeze(self.shape, dim)
         self._keep_whole(dim, self.ndim + 1)
-        return self._moved(move)
+        return self._move(move)
 
     def reshape(self, *shape: Any) -> Any:
         """Return the spec with another shape of the same number of elements; -1 is computed."""
-        return self._moved(reshaping(self.shape, sizes_of(shape)))
+        return self._move(plan_reshape(self.shape, sizes_of(shape)))
 
     def flatten(self, start_dim: int, end_dim: int) -> Any:
         """Return the spec with several dims flattened into one, like `torch.flatten`."""
-        return self._moved(flattening(start_dim, end_dim))
+        return self._move(plan_flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Any:
         """Return the spec with a dim split into several, like `torch.unflatten`."""
-        return self._moved(unflattening(dim, tuple(sizes)))
+        return self._move(plan_unflatten(dim, tuple(sizes)))
 
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         """Return a spec for each position along a dim, without that dim.
@@ -612,21 +612,21 @@ class LeafSpec(TensorSpec):
         Raises:
             ValueError: The dim does not exist, its size is unknown, or it is the domain of the values.
         """
-        moves = selecting(self.shape, dim)
+        moves = plan_unbind(self.shape, dim)
         self._keep_whole(dim, self.ndim)
-        return tuple(self._remade(move) for move in moves)
+        return tuple(self._remake(move) for move in moves)
 
-    def _picked(self, dim: int, index: torch.Tensor) -> Any:
+    def _pick(self, dim: int, index: torch.Tensor) -> Any:
         """Return the spec of some positions along a dim."""
         if self._last_stays and dim in (self.ndim - 1, -1):
             raise ValueError(
                 f"Cannot index_select along the last dimension of {type(self).__name__} spec, "
                 "as it represents the domain."
             )
-        return self._remade(picking(self.shape, dim, index))
+        return self._remake(plan_index_select(self.shape, dim, index))
 
     def __getitem__(self, idx: Any) -> Any:
-        return self._remade(indexing(self.shape, idx, whole=self._whole))
+        return self._remake(indexing(self.shape, idx, whole=self._whole))
 
 
 def stack_equal(specs: Sequence[TensorSpec], dim: int) -> TensorSpec | None:
@@ -667,4 +667,4 @@ def _unsqueeze(spec: TensorSpec, dim: int) -> Any:
 
 @implements(torch.index_select)
 def _index_select(input: Any, dim: int, index: torch.Tensor) -> Any:
-    return input._picked(dim, index)
+    return input._pick(dim, index)

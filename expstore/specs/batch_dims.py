@@ -14,16 +14,16 @@ import torch
 from expstore.specs.base import TensorSpec
 from expstore.specs.shapes import (
     Move,
-    expanding,
-    flattening,
     indexing,
-    picking,
-    reshaping,
-    selecting,
+    plan_expand,
+    plan_flatten,
+    plan_index_select,
+    plan_reshape,
+    plan_squeeze,
+    plan_unbind,
+    plan_unflatten,
+    plan_unsqueeze,
     sizes_of,
-    squeezed,
-    unflattening,
-    unsqueezing,
 )
 
 __all__ = ["BatchDims", "Entries"]
@@ -54,18 +54,18 @@ class BatchDims(TensorSpec):
         """Yield the names and specs of the first level."""
 
     @abstractmethod
-    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+    def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
         """Return a copy with other specs, shape and names."""
 
-    def _at(self, index: Any) -> Self:
+    def _take_at(self, index: Any) -> Self:
         """Return the composite of an indexed part of the batch."""
-        move, leading = indexing(self.shape, index), _leading(index, len(self.shape))
+        move, leading = indexing(self.shape, index), _index_leading(index, len(self.shape))
         names = None if self._names is None else _names_at(self._names, leading)
         return self._with(move, lambda spec: spec[leading], names)
 
-    def _picked(self, dim: int, index: torch.Tensor) -> Self:
+    def _pick(self, dim: int, index: torch.Tensor) -> Self:
         place = dim % len(self.shape)
-        move = picking(self.shape, dim, index)
+        move = plan_index_select(self.shape, dim, index)
         return self._with(move, lambda spec: torch.index_select(spec, place, index), self._names)
 
     def _with(
@@ -76,7 +76,7 @@ class BatchDims(TensorSpec):
     ) -> Self:
         """Return a composite with `act` applied to each spec, and `move` to the shape."""
         shape = self.shape if move is None else move.shape(self.shape)
-        return self._made(
+        return self._make(
             {key: None if spec is None else act(spec) for key, spec in self.entries()}, shape, names
         )
 
@@ -87,32 +87,32 @@ class BatchDims(TensorSpec):
         """Return the composite expanded to a larger batch: new dims in front, and dims of size 1 expanded."""
         sizes = sizes_of(shape)
         names = None if self._names is None else [*[None] * (len(sizes) - len(self._names)), *self._names]
-        move = expanding(type(self).__name__, self.shape, sizes)
+        move = plan_expand(type(self).__name__, self.shape, sizes)
         return self._with(move, lambda spec: spec.expand((*sizes, *self._rest(spec))), names)
 
-    def _reshaped(self, move: Move) -> Self:
+    def _reshape(self, move: Move) -> Self:
         shape = move.shape(self.shape)
         return self._with(move, lambda spec: spec.reshape((*shape, *self._rest(spec))))
 
     def reshape(self, *shape: Any) -> Self:
         """Return the composite with another batch shape."""
-        return self._reshaped(reshaping(self.shape, sizes_of(shape)))
+        return self._reshape(plan_reshape(self.shape, sizes_of(shape)))
 
     view = reshape
 
     def flatten(self, start_dim: int, end_dim: int) -> Self:
         """Return the composite with several batch dims flattened into one."""
-        return self._reshaped(flattening(start_dim, end_dim))
+        return self._reshape(plan_flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
         """Return the composite with a batch dim split into several."""
-        return self._reshaped(unflattening(dim, tuple(sizes)))
+        return self._reshape(plan_unflatten(dim, tuple(sizes)))
 
     def squeeze(self, dim: int | None = None) -> Self:
         """Return the composite without a batch dim of size 1, or without all of them."""
         if dim is None:
             return self.squeeze(self.shape.index(1)).squeeze() if 1 in self.shape else self
-        move = squeezed(self.shape, dim)
+        move = plan_squeeze(self.shape, dim)
         if move is None:
             return self
         place = dim % len(self.shape)
@@ -121,25 +121,25 @@ class BatchDims(TensorSpec):
 
     def unsqueeze(self, dim: int) -> Self:
         """Return the composite with an additional batch dim of size 1."""
-        move, place = unsqueezing(self.shape, dim), dim % (len(self.shape) + 1)
+        move, place = plan_unsqueeze(self.shape, dim), dim % (len(self.shape) + 1)
         names = None if self._names is None else [*self._names[:place], None, *self._names[place:]]
         return self._with(move, lambda spec: spec.unsqueeze(place), names)
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """Return one composite for each position along a batch dim."""
-        moves = selecting(self.shape, dim)
+        moves = plan_unbind(self.shape, dim)
         place = dim % len(self.shape)
         names = None if self._names is None else [n for i, n in enumerate(self._names) if i != place]
         parts = {key: None if spec is None else spec.unbind(place) for key, spec in self.entries()}
         return tuple(
-            self._made(
+            self._make(
                 {k: None if p is None else p[i] for k, p in parts.items()}, move.shape(self.shape), names
             )
             for i, move in enumerate(moves)
         )
 
 
-def _leading(index: Any, ndim: int) -> tuple[Any, ...]:
+def _index_leading(index: Any, ndim: int) -> tuple[Any, ...]:
     """Return an index for the first `ndim` dims with `...` expanded, for specs with more dims."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(part is Ellipsis for part in parts):

@@ -64,7 +64,7 @@ class Binary(Categorical):
             )
         super().__init__(2, size, device, dtype)
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -90,7 +90,7 @@ class Binary(Categorical):
     def __getitem__(self, idx: Any) -> Any:
         if not self.ndim:
             raise ValueError("Cannot index a Binary spec with an empty shape")
-        return self._remade(indexing(self.shape, idx, whole=1))
+        return self._remake(indexing(self.shape, idx, whole=1))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Binary) and type(other) is not Categorical:

@@ -12,7 +12,7 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import ContinuousBox
-from expstore.specs.integers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturated
+from expstore.specs.integers import as_ordered, check_bound, draw_integers, from_ordered, in_order, saturate
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
 __all__ = ["Bounded", "BoundedContinuous", "BoundedDiscrete"]
@@ -77,7 +77,7 @@ class Bounded(LeafSpec):
         self._domain = domain
         for name, bound in (("low", low), ("high", high)):
             check_bound(bound, name, self.dtype)
-        low, high = (saturated(bound, self.dtype, self.device) for bound in (low, high))
+        low, high = (saturate(bound, self.dtype, self.device) for bound in (low, high))
         self._shape, size = _shape_of(low, high, shape)
         low, high = (bound.expand(size).contiguous().clone() for bound in (low, high))
         empty = ~(as_ordered(low) <= as_ordered(high))
@@ -108,7 +108,7 @@ class Bounded(LeafSpec):
         box: ContinuousBox = self.space
         return box
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -116,7 +116,7 @@ class Bounded(LeafSpec):
         dtype: torch.dtype | None = None,
     ) -> Any:
         low, high = (
-            saturated(move.values(bound) if move else bound, dtype or self.dtype, bound.device)
+            saturate(move.values(bound) if move else bound, dtype or self.dtype, bound.device)
             for bound in self._box
         )
         return Bounded(
@@ -145,7 +145,7 @@ class Bounded(LeafSpec):
         low, high = (bound.to(val.device) for bound in self._box)
         if val.is_floating_point() and not self.dtype.is_floating_point:
             val = val.double().round()
-        val = saturated(val, self.dtype, val.device)
+        val = saturate(val, self.dtype, val.device)
         bottom, asked, top = in_order(low, val, high)
         return torch.where(asked < bottom, low, torch.where(asked > top, high, val))
 
@@ -159,13 +159,13 @@ class Bounded(LeafSpec):
             shape: Dims to put in front of the spec's shape.
             generator: Random generator; torch's default generator if None.
         """
-        size = self._drawn(shape)
+        size = self._draw_shape(shape)
         if self.dtype.is_floating_point:
-            return self._drawn_numbers(size, generator)
+            return self._draw_numbers(size, generator)
         low, high = (as_ordered(bound).long() for bound in self._box)
         return from_ordered(draw_integers(low, high, size, self.dtype, generator), self.dtype)
 
-    def _drawn_numbers(self, size: torch.Size, generator: torch.Generator | None) -> torch.Tensor:
+    def _draw_numbers(self, size: torch.Size, generator: torch.Generator | None) -> torch.Tensor:
         low, high = self._box
         share = torch.rand(size, dtype=self.dtype, device=self.device, generator=generator)
         drawn = share * (high - low) + low

@@ -11,7 +11,7 @@ import torch
 
 from expstore.specs.base import LeafSpec
 from expstore.specs.boxes import CategoricalBox
-from expstore.specs.integers import as_count, saturated
+from expstore.specs.integers import as_count, saturate
 from expstore.specs.masks import as_mask, draw_allowed, list_allowed, same_mask
 from expstore.specs.shapes import Move, as_size, broadcast, safe
 
@@ -125,7 +125,7 @@ class Categorical(LeafSpec):
                 "Cannot generate random categorical samples for undefined cardinality (n=-1). To sample from "
                 "this class, first call Categorical.set_provisional_n(n) before calling rand()."
             )
-        size = self._drawn(shape)
+        size = self._draw_shape(shape)
         if self.mask is None:
             return torch.randint(self.n, size, device=self.device, generator=generator).to(self.dtype)
         if self.mask.shape[-1] != self.n:
@@ -154,7 +154,7 @@ class Categorical(LeafSpec):
         return fits & mask.gather(-1, chosen).squeeze(-1)
 
     def _project(self, val: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        val = saturated(val.double().round() if val.is_floating_point() else val, torch.int64, val.device)
+        val = saturate(val.double().round() if val.is_floating_point() else val, torch.int64, val.device)
         val = val.clamp(min=0, max=None if self.space.n < 0 else self.space.n - 1)
         fits = self.within(val)
         if self.mask is not None and not fits.all():
@@ -175,7 +175,7 @@ class Categorical(LeafSpec):
         lead = tensor_to_index.shape[: -self.ndim]
         return tensor_to_index.gather(-1, index.expand(*lead, *[-1] * self.ndim))
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -330,7 +330,7 @@ class OneHot(LeafSpec):
         Raises:
             RuntimeError: All choices are hidden.
         """
-        size = self._drawn(shape)
+        size = self._draw_shape(shape)
         if self.mask is None:
             drawn = torch.randint(self.n, size[:-1], device=self.device, generator=generator)
         else:
@@ -406,7 +406,7 @@ class OneHot(LeafSpec):
         lead = broadcast(chosen.shape[:-1], tensor_to_index.shape[:-1])
         return tensor_to_index.expand(*lead, -1).gather(-1, chosen.expand(*lead, 1))
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,

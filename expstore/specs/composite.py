@@ -235,7 +235,7 @@ class Composite(Lockable, BatchDims):
         """Return the spec of a key; for an index, the composite of that part of the batch."""
         if isinstance(key, str) or (isinstance(key, tuple) and key and _is_key(key)):
             return self._entry(to_key(key))
-        return self._at(key)
+        return self._take_at(key)
 
     def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
         name, *rest = key
@@ -298,10 +298,10 @@ class Composite(Lockable, BatchDims):
                     f"the first {ndim} dimensions should match but got spec.shape={spec.shape} and "
                     f"Composite.shape={self.shape}."
                 )
-            spec = self._lengthened(spec)
+            spec = self._lengthen(spec)
         self._specs[name] = spec
 
-    def _lengthened(self, spec: TensorSpec) -> TensorSpec:
+    def _lengthen(self, spec: TensorSpec) -> TensorSpec:
         """Return a composite, or a spec without tensors, with all batch dims of this composite."""
         if not isinstance(spec, Composite):
             return spec.expand(self.shape)
@@ -355,7 +355,7 @@ class Composite(Lockable, BatchDims):
 
     def empty(self) -> Self:
         """Return a composite without entries."""
-        return self._made({}, self.shape, self._names)
+        return self._make({}, self.shape, self._names)
 
     # -- values ------------------------------------------------------------------------------------
 
@@ -368,17 +368,17 @@ class Composite(Lockable, BatchDims):
             shape: Dims to put in front.
             generator: Random generator; torch's default generator if None.
         """
-        return self._filled(shape, lambda spec: spec.rand(shape, generator=generator))
+        return self._fill(shape, lambda spec: spec.rand(shape, generator=generator))
 
     def zero(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
         """Return a TensorDict of zeros, with more dims in front."""
-        return self._filled(shape, lambda spec: spec.zero(shape))
+        return self._fill(shape, lambda spec: spec.zero(shape))
 
     def one(self, shape: Sequence[int] | int | None = None) -> TensorDictBase:
         """Return a TensorDict of ones, with more dims in front."""
-        return self._filled(shape, lambda spec: spec.one(shape))
+        return self._fill(shape, lambda spec: spec.one(shape))
 
-    def _filled(self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]) -> TensorDictBase:
+    def _fill(self, shape: Sequence[int] | int | None, make: Callable[[TensorSpec], Any]) -> TensorDictBase:
         lead = as_size(() if shape is None else shape)
         values = {key: make(spec) for key, spec in self.entries() if spec is not None}
         names = None if self._names is None else [*[None] * len(lead), *self._names]
@@ -517,7 +517,7 @@ class Composite(Lockable, BatchDims):
 
     # -- other shapes, places, copies --------------------------------------------------------------
 
-    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+    def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
         made = type(self)(
             specs,
             shape=shape,

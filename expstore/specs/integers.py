@@ -20,7 +20,7 @@ __all__ = [
     "draw_integers",
     "from_ordered",
     "in_order",
-    "saturated",
+    "saturate",
 ]
 
 #: torch can store these dtypes, but neither compare nor draw them.
@@ -94,7 +94,7 @@ def as_tensor(value: Any) -> torch.Tensor:
     return torch.as_tensor(array.view(array.dtype.str))
 
 
-def saturated(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def saturate(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Convert numbers to a dtype that may be smaller; numbers that are too large become its largest value.
 
     NaN becomes the smallest integer.

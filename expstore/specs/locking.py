@@ -73,7 +73,7 @@ class Lockable:
         Raises:
             RuntimeError: The composite was locked by a parent that is still locked; nothing has changed.
         """
-        below: list[Lockable] = list(self._all_below()) if recurse is not False else []
+        below: list[Lockable] = list(self._iterate_below()) if recurse is not False else []
         tree: list[Lockable] = [self, *below]
         for one in tree:
             one._check_unlock(tree)
@@ -102,15 +102,15 @@ class Lockable:
         self._lock(tuple(lock_parents_weakrefs), recurse)
 
     def _propagate_unlock(self, recurse: bool) -> list[Lockable]:
-        below: list[Lockable] = list(self._all_below()) if recurse else []
+        below: list[Lockable] = list(self._iterate_below()) if recurse else []
         for one in (self, *below):
             one._is_locked = False
         return below
 
-    def _all_below(self) -> Iterator[Lockable]:
+    def _iterate_below(self) -> Iterator[Lockable]:
         for branch in self._branches():
             yield branch
-            yield from branch._all_below()
+            yield from branch._iterate_below()
 
     def _check_unlocked(self) -> None:
         if self._is_locked:

@@ -148,7 +148,7 @@ class MultiCategorical(Categorical):
         Raises:
             RuntimeError: All options of an element are hidden.
         """
-        size = self._drawn(shape)
+        size = self._draw_shape(shape)
         row = self._counts
         if row is None:
             share = torch.rand(size, dtype=torch.float64, device=self.device, generator=generator)
@@ -204,7 +204,7 @@ class MultiCategorical(Categorical):
             val = val.masked_scatter(~fits, drawn.to(val.dtype))
         return val.to(self.dtype).reshape(shape)
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -257,7 +257,7 @@ class MultiCategorical(Categorical):
             raise ValueError(f"Final dimension of {type(self)} must remain unchanged. Got dim={dim}.")
 
     def __getitem__(self, idx: Any) -> Any:
-        return self._remade(indexing(self.shape, idx))
+        return self._remake(indexing(self.shape, idx))
 
     def to_one_hot(self, val: torch.Tensor, safe: bool | None = None) -> torch.Tensor:
         """Return choices as rows of bools: the one-hot rows of a row's elements, concatenated.
@@ -458,7 +458,7 @@ class MultiOneHot(OneHot):
         found = [spec.index(row, part) for spec, row, part in zip(self._parts(), rows, parts, strict=True)]
         return torch.cat(found, -1)
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,

@@ -18,7 +18,7 @@ from tensordict import (
     set_capture_non_tensor_stack,
 )
 
-from expstore.specs.base import LeafSpec, TensorSpec, described
+from expstore.specs.base import LeafSpec, TensorSpec, describe_spec
 from expstore.specs.integers import as_tensor
 from expstore.specs.shapes import Move, as_size, safe
 
@@ -66,7 +66,7 @@ class NonTensor(LeafSpec):
         self.feature_dims = feature_dims
 
     def __repr__(self) -> str:
-        return described(self, ("shape", "space", "device", "dtype", "domain", "example_data"))
+        return describe_spec(self, ("shape", "space", "device", "dtype", "domain", "example_data"))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, NonTensor):
@@ -77,7 +77,7 @@ class NonTensor(LeafSpec):
             and bool(self.example_data == other.example_data)
         )
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -90,7 +90,7 @@ class NonTensor(LeafSpec):
             shape, device or self.device, dtype or self.dtype, self.example_data, feature_dims=shared
         )
 
-    def _filled(self, data: Any, shape: torch.Size) -> Any:
+    def _fill(self, data: Any, shape: torch.Size) -> Any:
         """Return an object for all elements of a shape, shared along the trailing dims."""
         split = len(shape) - self.feature_dims
         with set_capture_non_tensor_stack(False):
@@ -106,7 +106,7 @@ class NonTensor(LeafSpec):
             shape: Dims to put in front of the spec's shape.
             generator: Ignored.
         """
-        return self._filled(self.example_data, self._drawn(shape))
+        return self._fill(self.example_data, self._draw_shape(shape))
 
     def zero(self, shape: Any = None) -> Any:
         """Return the example."""
@@ -139,7 +139,7 @@ class NonTensor(LeafSpec):
             val: Any object.
             ignore_device: Ignored.
         """
-        return self._filled(val, safe(self.shape))
+        return self._fill(val, safe(self.shape))
 
     def to_numpy(self, val: Any, safe: bool | None = None) -> Any:
         """Return the value; with `safe`, raise AssertionError if it is not in the spec."""
@@ -216,7 +216,7 @@ class Choice(TensorSpec):
     def _of_specs(self) -> bool:
         return isinstance(self._choices[0], TensorSpec)
 
-    def _taken(self, place: int, shape: Any, draw: Callable[[Any], Any]) -> Any:
+    def _take_one(self, place: int, shape: Any, draw: Callable[[Any], Any]) -> Any:
         """Return a value drawn from one of the specs, or one of the objects."""
         one = self._choices[place]
         if self._of_specs:
@@ -232,21 +232,21 @@ class Choice(TensorSpec):
             generator: Random generator; torch's default generator if None.
         """
         place = int(torch.randint(self.num_choices, (), generator=generator))
-        return self._taken(place, shape, lambda one: one.rand(shape, generator=generator))
+        return self._take_one(place, shape, lambda one: one.rand(shape, generator=generator))
 
     def zero(self, shape: Any = None) -> Any:
         """Return zeros, or the first object."""
-        return self._taken(0, shape, lambda one: one.zero(shape))
+        return self._take_one(0, shape, lambda one: one.zero(shape))
 
     def one(self, shape: Any = None) -> Any:
         """Return ones, or the second object; the first if it is the only one."""
-        return self._taken(min(1, self.num_choices - 1), shape, lambda one: one.one(shape))
+        return self._take_one(min(1, self.num_choices - 1), shape, lambda one: one.one(shape))
 
     def is_in(self, val: Any) -> bool:
         """Return whether a value is in one of the specs, or is one of the objects."""
         if self._of_specs:
             return any(one.is_in(val) for one in self._choices)
-        return is_non_tensor(val) and any(_same(one, val) for one in self._choices)
+        return is_non_tensor(val) and any(_are_equal(one, val) for one in self._choices)
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
         if not self._of_specs or isinstance(val, TensorDictBase):
@@ -301,40 +301,40 @@ class Choice(TensorSpec):
             return list(self._choices)
         return [value for one in self._choices for value in one.enumerate(use_mask)]
 
-    def _each(self, change: Callable[[Any], Any]) -> Self:
+    def _change_each(self, change: Callable[[Any], Any]) -> Self:
         return type(self)([change(one) for one in self._choices])
 
     def to(self, dest: Any) -> Self:
         """Return the spec for another device or dtype."""
-        return self._each(lambda one: one.to(dest))
+        return self._change_each(lambda one: one.to(dest))
 
     def clone(self) -> Self:
         """Return a copy."""
-        return self._each(lambda one: one)
+        return self._change_each(lambda one: one)
 
     def expand(self, *shape: Any) -> Self:
         """Return the spec expanded to a larger shape."""
-        return self._each(lambda one: one.expand(*shape))
+        return self._change_each(lambda one: one.expand(*shape))
 
     def squeeze(self, dim: int | None = None) -> Self:
         """Return the spec without a dim of size 1; by default without all of them."""
-        return self._each(lambda one: one.squeeze() if dim is None else one.squeeze(dim))
+        return self._change_each(lambda one: one.squeeze() if dim is None else one.squeeze(dim))
 
     def unsqueeze(self, dim: int) -> Self:
         """Return the spec with an additional dim of size 1."""
-        return self._each(lambda one: one.unsqueeze(dim))
+        return self._change_each(lambda one: one.unsqueeze(dim))
 
     def reshape(self, *shape: Any) -> Self:
         """Return the spec with another shape that has the same number of elements."""
-        return self._each(lambda one: one.reshape(*shape))
+        return self._change_each(lambda one: one.reshape(*shape))
 
     def flatten(self, start_dim: int, end_dim: int) -> Self:
         """Return the spec with several dims flattened into one."""
-        return self._each(lambda one: one.flatten(start_dim, end_dim))
+        return self._change_each(lambda one: one.flatten(start_dim, end_dim))
 
     def unflatten(self, dim: int, sizes: Sequence[int]) -> Self:
         """Return the spec with a dim split into several."""
-        return self._each(lambda one: one.unflatten(dim, sizes))
+        return self._change_each(lambda one: one.unflatten(dim, sizes))
 
     def unbind(self, dim: int = 0) -> tuple[Self, ...]:
         """Return a spec for each position along a dim, without that dim."""
@@ -342,10 +342,10 @@ class Choice(TensorSpec):
         return tuple(type(self)(list(row)) for row in rows)
 
     def __getitem__(self, idx: Any) -> Self:
-        return self._each(lambda one: one[idx])
+        return self._change_each(lambda one: one[idx])
 
-    def _picked(self, dim: int, index: torch.Tensor) -> Self:
-        return self._each(lambda one: torch.index_select(one, dim, index))
+    def _pick(self, dim: int, index: torch.Tensor) -> Self:
+        return self._change_each(lambda one: torch.index_select(one, dim, index))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Choice):
@@ -353,9 +353,9 @@ class Choice(TensorSpec):
         if self.num_choices != other.num_choices or self._of_specs != other._of_specs:
             return False
         pairs = zip(self._choices, other._choices, strict=True)
-        return all(bool(mine == his) if self._of_specs else _same(mine, his) for mine, his in pairs)
+        return all(bool(mine == his) if self._of_specs else _are_equal(mine, his) for mine, his in pairs)
 
 
-def _same(mine: Any, other: Any) -> bool:
+def _are_equal(mine: Any, other: Any) -> bool:
     """Return whether two objects, or stacks of them, are equal."""
     return bool(mine.tolist() == other.tolist()) and mine.shape == other.shape

@@ -17,18 +17,18 @@ __all__ = [
     "Move",
     "as_size",
     "broadcast",
-    "expanding",
-    "flattening",
     "indexing",
-    "picking",
-    "reshaping",
+    "plan_expand",
+    "plan_flatten",
+    "plan_index_select",
+    "plan_reshape",
+    "plan_squeeze",
+    "plan_unbind",
+    "plan_unflatten",
+    "plan_unsqueeze",
     "safe",
-    "selecting",
     "sizes_of",
     "split_last",
-    "squeezed",
-    "unflattening",
-    "unsqueezing",
 ]
 
 
@@ -111,11 +111,11 @@ def _is_prime(number: int) -> bool:
     return all(number % n for n in range(3, int(number**0.5) + 1, 2))
 
 
-def _known(sizes: tuple[int, ...], unknown: int) -> tuple[int, ...]:
+def _replace_unknown(sizes: tuple[int, ...], unknown: int) -> tuple[int, ...]:
     return tuple(unknown if n < 0 else n for n in sizes)
 
 
-def expanding(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
+def plan_expand(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
     """Return the move for `expand`; raise ValueError if the shape cannot be expanded to these sizes."""
     last = sizes[len(sizes) - len(shape) :]
     if len(sizes) < len(shape) or any(new != old != 1 for new, old in zip(last, shape, strict=True)):
@@ -123,27 +123,27 @@ def expanding(name: str, shape: torch.Size, sizes: tuple[int, ...]) -> Move:
             f"The last {len(shape)} of the expanded shape {torch.Size(sizes)} must match the shape of the "
             f"{name} spec in expand(): {shape}."
         )
-    return Move(lambda tensor, unknown: tensor.expand(_known(sizes, unknown)), sizes)
+    return Move(lambda tensor, unknown: tensor.expand(_replace_unknown(sizes, unknown)), sizes)
 
 
-def reshaping(shape: torch.Size, sizes: tuple[int, ...]) -> Move:
+def plan_reshape(shape: torch.Size, sizes: tuple[int, ...]) -> Move:
     """Return the move for `reshape`; -1 is computed from the rest if the shape has no unknown size."""
     if min(shape, default=0) >= 0:
         return Move(lambda tensor, _: tensor.reshape(sizes))
-    return Move(lambda tensor, unknown: tensor.reshape(_known(sizes, unknown)), sizes)
+    return Move(lambda tensor, unknown: tensor.reshape(_replace_unknown(sizes, unknown)), sizes)
 
 
-def flattening(start_dim: int, end_dim: int) -> Move:
+def plan_flatten(start_dim: int, end_dim: int) -> Move:
     """Return the move for `flatten`."""
     return Move(lambda tensor, _: tensor.flatten(start_dim, end_dim))
 
 
-def unflattening(dim: int, sizes: tuple[int, ...]) -> Move:
+def plan_unflatten(dim: int, sizes: tuple[int, ...]) -> Move:
     """Return the move for `unflatten`."""
     return Move(lambda tensor, _: torch.unflatten(tensor, dim, sizes))
 
 
-def squeezed(shape: torch.Size, dim: int | None) -> Move | None:
+def plan_squeeze(shape: torch.Size, dim: int | None) -> Move | None:
     """Return the move for `squeeze`; None if nothing changes. Without `dim`, shape `(1,)` is kept."""
     if dim is None:
         gone = [place for place, n in enumerate(shape) if n == 1] if len(shape) > 1 else []
@@ -155,7 +155,7 @@ def squeezed(shape: torch.Size, dim: int | None) -> Move | None:
     return Move(lambda tensor, _: tensor.squeeze(tuple(gone))) if gone else None
 
 
-def unsqueezing(shape: torch.Size, dim: int) -> Move:
+def plan_unsqueeze(shape: torch.Size, dim: int) -> Move:
     """Return the move for `unsqueeze`; raise ValueError if the dim is out of range."""
     n = len(shape)
     if not -(n + 1) <= dim <= n:
@@ -165,7 +165,7 @@ def unsqueezing(shape: torch.Size, dim: int) -> Move:
     return Move(lambda tensor, _: tensor.unsqueeze(dim))
 
 
-def selecting(shape: torch.Size, dim: int) -> list[Move]:
+def plan_unbind(shape: torch.Size, dim: int) -> list[Move]:
     """Return the moves for `unbind`, one per position; raise ValueError if the dim's size is unknown."""
     place = dim + len(shape) if dim < 0 else dim
     if not 0 <= place < len(shape) or shape[place] < 0:
@@ -177,7 +177,7 @@ def selecting(shape: torch.Size, dim: int) -> list[Move]:
     return [one(number) for number in range(shape[place])]
 
 
-def picking(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
+def plan_index_select(shape: torch.Size, dim: int, index: torch.Tensor) -> Move:
     """Return the move for `torch.index_select`; raise IndexError if an index is out of range."""
     place = dim + len(shape) if dim < 0 else dim
     if not 0 <= place < len(shape):
@@ -209,8 +209,8 @@ def indexing(shape: torch.Size, index: Any, *, whole: int = 0) -> Move:
     if not any(part is Ellipsis for part in parts):
         parts = (*parts, Ellipsis)
     parts = (*parts, *[slice(None)] * whole)
-    parts = _on_dims(shape, parts)
-    return Move(lambda tensor, _: tensor[_on_device(parts, tensor.device)], looks=True)
+    parts = _align_to_dims(shape, parts)
+    return Move(lambda tensor, _: tensor[_move_to_device(parts, tensor.device)], looks=True)
 
 
 def _part(part: Any) -> Any:
@@ -230,7 +230,7 @@ def _takes(part: Any) -> int:
     return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
 
 
-def _on_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+def _align_to_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the parts adapted to their dims: only whole dims of unknown size can be indexed."""
     rest = len(shape) - sum(map(_takes, parts))
     place, found = 0, []
@@ -250,6 +250,6 @@ def _on_dims(shape: torch.Size, parts: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _on_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+def _move_to_device(parts: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
     """Return the parts with tensors moved to the device of the indexed tensor."""
     return tuple(part.to(device) if isinstance(part, torch.Tensor) else part for part in parts)

@@ -53,7 +53,7 @@ class _Stack(TensorSpec, Generic[_Part]):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def _each(self, value: Any) -> Iterator[tuple[_Part, Any]]:
+    def _iterate_parts(self, value: Any) -> Iterator[tuple[_Part, Any]]:
         """Yield each part with its value in a stack of values; values may have more dims in front."""
         if isinstance(value, np.ndarray):
             value = torch.as_tensor(value.copy())
@@ -96,48 +96,50 @@ class _Stack(TensorSpec, Generic[_Part]):
 
     def is_in(self, val: Any) -> bool:
         """Return whether each value of a stack is in its spec."""
-        return self._fits_stack(val) and all(part.is_in(value) for part, value in self._each(val))
+        return self._fits_stack(val) and all(part.is_in(value) for part, value in self._iterate_parts(val))
 
     def type_check(self, value: Any, key: Any = None) -> None:
         """Raise TypeError if a value has another dtype."""
-        for part, own in self._each(value):
+        for part, own in self._iterate_parts(value):
             part.type_check(own, key)
 
     @abstractmethod
-    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+    def _join(self, values: Sequence[Any], lead: int) -> Any:
         """Return values, one per part, as a stack with `lead` dims in front."""
 
     def _project(self, val: Any, generator: torch.Generator | None = None) -> Any:
-        projected = [part.project(value, generator=generator) for part, value in self._each(val)]
+        projected = [part.project(value, generator=generator) for part, value in self._iterate_parts(val)]
         lead = 0 if isinstance(val, (tuple, list)) else max(0, val.ndim - self._counted)
-        return self._joined(projected, lead)
+        return self._join(projected, lead)
 
     def rand(
         self, shape: Sequence[int] | int | None = None, *, generator: torch.Generator | None = None
     ) -> Any:
         """Draw a value of each part, and return them stacked; a nested tensor if their shapes differ."""
-        return self._made_of(shape, lambda part: part.rand(shape, generator=generator))
+        return self._make_of(shape, lambda part: part.rand(shape, generator=generator))
 
     def zero(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return stacked zeros of each part."""
-        return self._made_of(shape, lambda part: part.zero(shape))
+        return self._make_of(shape, lambda part: part.zero(shape))
 
     def one(self, shape: Sequence[int] | int | None = None) -> Any:
         """Return stacked ones of each part."""
-        return self._made_of(shape, lambda part: part.one(shape))
+        return self._make_of(shape, lambda part: part.one(shape))
 
-    def _made_of(self, shape: Sequence[int] | int | None, make: Callable[[_Part], Any]) -> Any:
+    def _make_of(self, shape: Sequence[int] | int | None, make: Callable[[_Part], Any]) -> Any:
         lead = len(as_size(() if shape is None else shape))
-        return self._joined([make(part) for part in self._parts], lead)
+        return self._join([make(part) for part in self._parts], lead)
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Any:
         """Return values of environments, one per part, as a stack."""
-        encoded = [part.encode(value, ignore_device=ignore_device) for part, value in self._each(val)]
-        return self._joined(encoded, 0)
+        encoded = [
+            part.encode(value, ignore_device=ignore_device) for part, value in self._iterate_parts(val)
+        ]
+        return self._join(encoded, 0)
 
     def enumerate(self, use_mask: bool = False) -> Any:
         """Return all values of each part, stacked; raise RuntimeError if the numbers of values differ."""
-        return self._joined([part.enumerate(use_mask) for part in self._parts], 1)
+        return self._join([part.enumerate(use_mask) for part in self._parts], 1)
 
     def _refuse(self, name: str) -> NotImplementedError:
         return NotImplementedError(f"`{name}` is not implemented for {type(self).__name__} specs.")
@@ -164,8 +166,8 @@ class _Stack(TensorSpec, Generic[_Part]):
         """Raise NotImplementedError: the positions along the stack have different specs."""
         raise self._refuse("unflatten")
 
-    def _picked(self, dim: int, index: torch.Tensor) -> Any:
-        return self._indexed((*[slice(None)] * (dim % self.ndim), index))
+    def _pick(self, dim: int, index: torch.Tensor) -> Any:
+        return self._index((*[slice(None)] * (dim % self.ndim), index))
 
     def clear_device_(self) -> Self:
         """Remove the device of composites."""
@@ -179,10 +181,10 @@ class _Stack(TensorSpec, Generic[_Part]):
 
     def clone(self) -> Self:
         """Return a copy."""
-        return self._again([part.clone() for part in self._parts])
+        return self._restack([part.clone() for part in self._parts])
 
     @abstractmethod
-    def _again(self, parts: list[_Part]) -> Self:
+    def _restack(self, parts: list[_Part]) -> Self:
         """Return a stack of other parts along the same dim."""
 
     def expand(self, *shape: Any) -> Any:
@@ -243,7 +245,7 @@ class _Stack(TensorSpec, Generic[_Part]):
             )
         return dim % self.ndim
 
-    def _indexed(self, index: Any) -> Any:
+    def _index(self, index: Any) -> Any:
         """Return the indexed parts; only the dim of the stack can be indexed."""
         parts = list(index) if isinstance(index, tuple) else [index]
         if any(part is None for part in parts):
@@ -293,10 +295,10 @@ class Stacked(_Stack[TensorSpec]):
         """The specs, by the name under which TorchRL's ParallelEnv reads them."""
         return self._parts
 
-    def _again(self, parts: list[TensorSpec]) -> Self:
+    def _restack(self, parts: list[TensorSpec]) -> Self:
         return type(self)(*parts, dim=self.dim)
 
-    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+    def _join(self, values: Sequence[Any], lead: int) -> Any:
         if len({value.shape for value in values}) == 1:
             return torch.stack(list(values), self.dim + lead)
         if self.dim + lead:
@@ -313,7 +315,7 @@ class Stacked(_Stack[TensorSpec]):
         return val.detach().cpu().numpy()
 
     def __getitem__(self, idx: Any) -> Any:
-        return self._indexed(idx)
+        return self._index(idx)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stacked):
@@ -354,7 +356,7 @@ class StackedComposite(_Stack[Composite], Composite):
         Composite.__init__(self)
         self._device = devices.pop() if len(devices) == 1 else None
 
-    def _again(self, parts: list[Composite]) -> Self:
+    def _restack(self, parts: list[Composite]) -> Self:
         return type(self)(*parts, dim=self.dim)
 
     @property
@@ -370,7 +372,7 @@ class StackedComposite(_Stack[Composite], Composite):
 
     batch_size = shape
 
-    def _joined(self, values: Sequence[Any], lead: int) -> Any:
+    def _join(self, values: Sequence[Any], lead: int) -> Any:
         return LazyStackedTensorDict.maybe_dense_stack(list(values), self.dim + lead)
 
     def entries(self) -> Iterator[tuple[str, TensorSpec | None]]:
@@ -390,7 +392,7 @@ class StackedComposite(_Stack[Composite], Composite):
         """Return the stacked specs of a key, or the indexed parts."""
         if isinstance(key, str) or (isinstance(key, tuple) and key and all(isinstance(k, str) for k in key)):
             return self._entry(to_key(key))
-        return self._indexed(key)
+        return self._index(key)
 
     def _entry(self, key: tuple[str, ...]) -> TensorSpec | None:
         found = [part._entry(key) for part in self._parts]
@@ -443,9 +445,9 @@ class StackedComposite(_Stack[Composite], Composite):
 
     def empty(self) -> Self:
         """Return a stack of parts without entries."""
-        return self._again([part.empty() for part in self._parts])
+        return self._restack([part.empty() for part in self._parts])
 
-    def _made(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
+    def _make(self, specs: Entries, shape: Sequence[int], names: Sequence[str | None] | None) -> Self:
         raise self._refuse("replacing the specs")
 
     def project(self, val: Any, *, generator: torch.Generator | None = None) -> Any:
@@ -461,7 +463,7 @@ class StackedComposite(_Stack[Composite], Composite):
 
     def type_check(self, value: Any, key: Any = None) -> None:
         """Raise TypeError if a value has another dtype than its spec; `key` selects the keys to check."""
-        for part, own in self._each(value):
+        for part, own in self._iterate_parts(value):
             part.type_check(own, key)
 
     @property

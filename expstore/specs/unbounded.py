@@ -13,7 +13,7 @@ import torch
 from expstore.specs.base import LeafSpec
 from expstore.specs.bounded import Bounded
 from expstore.specs.boxes import ContinuousBox
-from expstore.specs.integers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturated
+from expstore.specs.integers import UNSIGNED, as_ordered, draw_integers, from_ordered, saturate
 from expstore.specs.shapes import Move, safe
 
 __all__ = ["Unbounded", "UnboundedContinuous", "UnboundedDiscrete"]
@@ -66,7 +66,7 @@ class Unbounded(LeafSpec):
         )
         return ContinuousBox(low, high)
 
-    def _remade(
+    def _remake(
         self,
         move: Move | None = None,
         *,
@@ -97,14 +97,14 @@ class Unbounded(LeafSpec):
             return val.bool()
         if val.is_floating_point() and not self.dtype.is_floating_point:
             val = val.double().round()
-        return saturated(val, self.dtype, val.device)
+        return saturate(val, self.dtype, val.device)
 
-    def _shaped(self, val: torch.Tensor) -> torch.Tensor:
+    def _fit_shape(self, val: torch.Tensor) -> torch.Tensor:
         """Return a value in the spec's shape if its number of elements fits; raise RuntimeError otherwise."""
         lead = val.shape[: max(val.ndim - self.ndim, 0)]
         if not self._takes(val.shape) and val.numel() == math.prod((*lead, *safe(self.shape))):
             return val.reshape(*lead, *safe(self.shape))
-        return super()._shaped(val)
+        return super()._fit_shape(val)
 
     def rand(self, shape: Any = None, *, generator: torch.Generator | None = None) -> torch.Tensor:
         """Draw normally distributed values; integers are drawn uniformly from 0 to the largest.
@@ -113,7 +113,7 @@ class Unbounded(LeafSpec):
             shape: Dims to put in front of the spec's shape.
             generator: Random generator; torch's default generator if None.
         """
-        size = self._drawn(shape)
+        size = self._draw_shape(shape)
         if self.dtype.is_floating_point:
             return torch.randn(size, device=self.device, dtype=self.dtype, generator=generator)
         if self.dtype in UNSIGNED:

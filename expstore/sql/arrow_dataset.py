@@ -91,11 +91,11 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
         batches = self._batches(raw, pa.schema([visible.field(name) for name in raw.column_names]))
         packed = [name for name in self._packed if name in names]
         if packed and asked & set(packed):
-            batches = _filtered(self._unpacked(batches, packed, None), filter)
+            batches = _filter_batches(self._add_packed(batches, packed, None), filter)
         elif packed:
-            batches = self._unpacked(batches, packed, filter)
+            batches = self._add_packed(batches, packed, filter)
         elif filter is not None:
-            batches = _filtered(batches, filter)
+            batches = _filter_batches(batches, filter)
         schema = pa.schema([visible.field(name) for name in columns])
         return _Scan(schema, (batch.select(schema.names) for batch in batches))
 
@@ -107,26 +107,26 @@ class ViewDataset(ds.InMemoryDataset):  # type: ignore[misc]
             ]
             yield pa.record_batch(arrays, schema=schema)
 
-    def _unpacked(
+    def _add_packed(
         self, batches: Iterator[pa.RecordBatch], packed: Sequence[str], filter: Any
     ) -> Iterator[pa.RecordBatch]:
         """Yield the rows that pass `filter`, with the packed columns added."""
         pace = _Pace([self._packed[name] for name in packed])
         first = 0
         for batch in batches:
-            chosen = np.arange(len(batch)) if filter is None else _passing(batch, filter)
+            chosen = np.arange(len(batch)) if filter is None else _find_passing(batch, filter)
             while chosen.size:
                 part, chosen = chosen[: pace.rows], chosen[pace.rows :]
                 try:
                     pace.check(part.size)
                 except QueryError as exc:
                     raise self._refuse(exc) from None
-                arrays = [self._taken(name, first + part) for name in packed]
+                arrays = [self._take_rows(name, first + part) for name in packed]
                 pace.count(part.size, arrays)
-                yield _with_columns(batch.take(pa.array(part)), packed, arrays)
+                yield _add_columns(batch.take(pa.array(part)), packed, arrays)
             first += len(batch)
 
-    def _taken(self, name: str, numbers: IntArray) -> pa.Array:
+    def _take_rows(self, name: str, numbers: IntArray) -> pa.Array:
         try:
             rows = self._packed[name].take(numbers).chunk(0)
         except ExpStoreError as exc:
@@ -178,7 +178,7 @@ class _Pace:
         fixed = (self._done + rows) * self._width
         if fixed + self._found > tuning.SQL_PACKED_BYTES:
             fits = self._done if self._open else tuning.SQL_PACKED_BYTES // self._width
-            raise _too_much(self._names, fits, packed=not self._open)
+            raise _build_size_error(self._names, fits, packed=not self._open)
 
     def count(self, rows: int, arrays: Sequence[pa.Array]) -> None:
         """Record rows that were read."""
@@ -191,14 +191,14 @@ class _Pace:
             )
 
 
-def _passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
+def _find_passing(batch: pa.RecordBatch, filter: Any) -> IntArray:
     """Return the positions of the rows that pass a filter."""
     numbered = batch.append_column(_NUMBER, pa.array(np.arange(len(batch))))
     found = _filter(numbered, filter)
     return np.sort(np.concatenate([_NO_ROWS, *(part.column(_NUMBER).to_numpy() for part in found)]))
 
 
-def _filtered(batches: Iterator[pa.RecordBatch], filter: Any) -> Iterator[pa.RecordBatch]:
+def _filter_batches(batches: Iterator[pa.RecordBatch], filter: Any) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         yield from _filter(batch, filter)
 
@@ -213,11 +213,11 @@ def _filter(batch: pa.RecordBatch, filter: Any) -> list[pa.RecordBatch]:
     return found
 
 
-def _with_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
+def _add_columns(batch: pa.RecordBatch, names: Sequence[str], arrays: Sequence[pa.Array]) -> pa.RecordBatch:
     return pa.record_batch([*batch.columns, *arrays], names=[*batch.schema.names, *names])
 
 
-def _too_much(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
+def _build_size_error(fields: Sequence[str], rows: int, *, packed: bool) -> QueryError:
     why, done = ("are packed", "unpacked") if packed else ("have variable length", "read")
     return QueryError(
         f"the query needs more than {rows} rows of {', '.join(fields)}, which {why}: more than "

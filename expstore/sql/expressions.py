@@ -217,7 +217,7 @@ class Conditions:
         empty = [no_rows(entry) for entry in known]
         columns = [*empty, *(np.empty(0, np.int64) for _ in rows)]
         facts = pa.table({name: pa.array([], _FACT_KINDS[name]) for name in self.facts})
-        with self._over(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
+        with self._attach_rows(needs, np.empty(0, np.int64), columns, facts, None) as (cursor, source):
             for option, text in self._texts():
                 found = cursor.sql(f"SELECT ({text}\n) FROM {source}")
                 kind = str(found.types[0])
@@ -235,7 +235,7 @@ class Conditions:
     def _check_operands(self, cursor: duckdb.DuckDBPyConnection, source: str) -> None:
         """Raise QueryError if arrays are added: DuckDB concatenates them, ignoring `memory_limit`."""
         for path, subscripts in self._operands:
-            operand = ".".join(_quoted(part) for part in path) + "[1]" * subscripts
+            operand = ".".join(_quote(part) for part in path) + "[1]" * subscripts
             if str(cursor.sql(f"SELECT {operand} FROM {source}").types[0]).endswith((")", "]")):
                 raise QueryError(
                     f"{self} computes with {key_name(path)}, which has several values per row",
@@ -265,7 +265,7 @@ class Conditions:
         where = "TRUE" if self.where is None else f"({self.where}\n)"
         weight = "1" if self.weight is None else f"({self.weight}\n)"
         mass = f"CASE WHEN {where} THEN coalesce(CAST({weight} AS DOUBLE), 0) ELSE 0 END"
-        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+        with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, {mass} FROM {source}").to_arrow_table()
         found, masses = (table.column(n).to_numpy() for n in range(2))
         if not np.array_equal(found, ids):  # a join may change the order
@@ -285,7 +285,7 @@ class Conditions:
             )
 
     @contextlib.contextmanager
-    def _over(
+    def _attach_rows(
         self, needs: Needs, ids: IntArray, columns: Sequence[Array], facts: Any, capacity: int | None
     ) -> Iterator[tuple[duckdb.DuckDBPyConnection, str]]:
         """Open a cursor and return it with the text to put after FROM."""
@@ -427,7 +427,7 @@ class Formula(Conditions):
         Raises:
             QueryError: DuckDB cannot compute the values, or a value is not a number or is missing.
         """
-        with self._over(needs, ids, columns, facts, capacity) as (cursor, source):
+        with self._attach_rows(needs, ids, columns, facts, capacity) as (cursor, source):
             table = cursor.sql(f"SELECT _id, ({self.weight}\n) FROM {source}").to_arrow_table()
         found = table.column(0).to_numpy()
         values = _numbers(table.column(1), found, str(self.weight))
@@ -513,7 +513,7 @@ def _with_episodes(facts: Sequence[str]) -> str:
     )
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -551,7 +551,7 @@ def _read(cursor: duckdb.DuckDBPyConnection, option: str, text: str) -> set[Path
     """
     if not isinstance(text, str):
         raise TypeError(f"{option} must be a string of SQL, not {type(text).__name__}")
-    bare = _only_expression(cursor, text)
+    bare = _parse_only_expression(cursor, text)
     paths: set[Path] = set()
     called: set[str] = set()
     for node in _nodes(bare):
@@ -576,18 +576,18 @@ def parse_expression(text: str) -> dict[str, Any]:
         QueryError: The text is not a single expression, or is nested too deeply.
     """
     with duckdb.connect(":memory:", config={**CONFIG, "threads": "1"}) as con:
-        return _only_expression(con, text)
+        return _parse_only_expression(con, text)
 
 
-def _only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
+def _parse_only_expression(cursor: duckdb.DuckDBPyConnection, text: str) -> dict[str, Any]:
     """Return the tree of a text that is one expression both alone and within brackets, as queries use it."""
     if "\0" in text:
         raise _refusal(text, "it contains a NUL character")
-    bare, _ = _parsed(cursor, text, f"SELECT {text}\n"), _parsed(cursor, text, f"SELECT ({text}\n)")
+    bare, _ = _parse(cursor, text, f"SELECT {text}\n"), _parse(cursor, text, f"SELECT ({text}\n)")
     return bare
 
 
-def _parsed(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
+def _parse(cursor: duckdb.DuckDBPyConnection, text: str, sql: str) -> dict[str, Any]:
     """Return the tree of the only expression in a SELECT without any other clause."""
     try:
         (answer,) = cursor.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()[0]
@@ -646,7 +646,7 @@ def _check_functions(cursor: duckdb.DuckDBPyConnection, text: str, called: set[s
             if kind == "scalar" and stability != "CONSISTENT":
                 raise _refusal(text, f"{name}() can return different values for the same row")
             if kind == "macro":
-                for node in _nodes(_parsed(cursor, text, f"SELECT {body}")):
+                for node in _nodes(_parse(cursor, text, f"SELECT {body}")):
                     if node["class"] not in _PARTS:
                         raise _refusal(text, f"{name}() uses more than its arguments")
                     if node["class"] == "COLUMN_REF" and node["column_names"][-1].lower() in _MOMENT:

@@ -261,7 +261,7 @@ class Index:
         with self._gate.together():
             self._check_open()
             if self._damage is not None:
-                raise self._damaged()
+                raise self._build_damage_error()
             with self._cursors:
                 if self._con is None:  # before the first commit
                     self._con = self._make(None)
@@ -286,7 +286,7 @@ class Index:
         ruined = isinstance(exc, _RUINOUS) or type(exc) is duckdb.Error
         if isinstance(exc, _FATAL) or (ruined and outside is None):
             self._damage, self.position = text.splitlines()[0], (0, 0)
-            return outside or self._damaged()
+            return outside or self._build_damage_error()
         if outside is not None:
             return outside
         if isinstance(exc, duckdb.OutOfMemoryException):
@@ -296,7 +296,7 @@ class Index:
             return QueryError(text)
         return StorageError(f"cannot {act} to the index: {text}")
 
-    def _damaged(self) -> CorruptionError:
+    def _build_damage_error(self) -> CorruptionError:
         return CorruptionError(
             f"the index cannot be used: {self._damage}",
             kind="index",
@@ -513,7 +513,7 @@ def _plain_value(value: Any) -> Any:
 def _answer(
     cursor: duckdb.DuckDBPyConnection, sql: str, values: Any, relations: Relations, read: Read | None
 ) -> Result:
-    statement = _one_select(cursor, sql)
+    statement = _require_one_select(cursor, sql)
     refused = relations.attach(cursor, sql)
     # The kind of a statement is not enough: a SELECT may contain an INSERT.
     cursor.execute("BEGIN TRANSACTION READ ONLY")
@@ -529,7 +529,7 @@ def _answer(
         raise
 
 
-def _one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
+def _require_one_select(cursor: duckdb.DuckDBPyConnection, sql: str) -> duckdb.Statement:
     """Return the statement if it is a single SELECT; raise QueryError otherwise."""
     found = cursor.extract_statements(sql)
     if len(found) != 1:

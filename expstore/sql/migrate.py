@@ -18,7 +18,7 @@ import duckdb
 from expstore.disk.files import Disk
 from expstore.errors import CorruptionError, LockedError, MigrationError
 
-__all__ = ["Migration", "applied", "check", "create", "migrate", "migrations", "steps_in"]
+__all__ = ["Migration", "check", "create", "migrate", "migrations", "read_applied", "steps_in"]
 
 _NAME = re.compile(r"(\d{4})_(\w+)\.sql")
 _RECORDS = "schema_migrations"
@@ -76,7 +76,7 @@ def migrations(path: Path | None = None, *, disk: Disk | None = None) -> list[Mi
     return steps
 
 
-def applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
+def read_applied(con: duckdb.DuckDBPyConnection) -> list[tuple[int, str, str]]:
     """Return (version, name, checksum) of every applied step, in order; changes nothing."""
     try:  # checking for the table first would take twice as long
         found = con.execute(f"SELECT version, name, checksum FROM {_RECORDS}").fetchall()
@@ -113,7 +113,7 @@ def check(con: duckdb.DuckDBPyConnection, steps: list[Migration]) -> list[Migrat
     Raises:
         MigrationError: The database has a step that is not in `steps`, or a step with another checksum.
     """
-    done = applied(con)
+    done = read_applied(con)
     newest = f"up to {steps[-1]}"
     for version, name, checksum in done:
         if version > len(steps):
@@ -160,7 +160,7 @@ def migrate(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None
             # The failure may already have ended the transaction.
             with contextlib.suppress(duckdb.Error):
                 con.rollback()
-            raise _failed(step, exc) from exc
+            raise _build_error(step, exc) from exc
     return pending
 
 
@@ -176,7 +176,7 @@ def create(con: duckdb.DuckDBPyConnection, steps: list[Migration] | None = None)
         try:
             _apply(con, step)
         except duckdb.Error as exc:
-            raise _failed(step, exc) from exc
+            raise _build_error(step, exc) from exc
 
 
 def _apply(con: duckdb.DuckDBPyConnection, step: Migration) -> None:
@@ -189,5 +189,5 @@ def _apply(con: duckdb.DuckDBPyConnection, step: Migration) -> None:
     con.execute(f"INSERT INTO {_RECORDS} VALUES (?, ?, ?, ?)", [step.version, step.name, step.checksum, now])
 
 
-def _failed(step: Migration, exc: duckdb.Error) -> MigrationError:
+def _build_error(step: Migration, exc: duckdb.Error) -> MigrationError:
     return MigrationError(f"step {step} of the index failed: {exc}", kind="failed")

@@ -15,7 +15,7 @@ import duckdb
 
 from expstore.core.values import Key
 
-__all__ = ["named_members"]
+__all__ = ["find_members"]
 
 #: The relations that have rows, and a pattern for text that may name one of them.
 _TABLES = ("transitions", "history")
@@ -26,7 +26,7 @@ _OWN = {"SUBQUERY", "EMPTY", "EMPTY_FROM", "EXPRESSION_LIST"}
 _PLAIN = _OWN | {"BASE_TABLE", "JOIN", "TABLE_FUNCTION"}
 
 
-def named_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
+def find_members(cursor: duckdb.DuckDBPyConnection, sql: str, members: Iterable[Key]) -> set[Key]:
     """Return the members of columns of `transitions` or `history` that a statement may need.
 
     Args:

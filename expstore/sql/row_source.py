@@ -71,7 +71,7 @@ def relations_of(storage: ReadView, window: Window) -> Relations:
             entry.dtype,
             entry.shape,
             (),
-            take=_taking(storage, place, window),
+            take=_make_reader(storage, place, window),
             arrow=entry.arrow,
         )
         for place, entry in enumerate(schema.fields)
@@ -111,7 +111,7 @@ def history_of(storage: ReadView, window: Window, older: Beside) -> History:
     return History(held, Relations([*rows, *others], tops=tops, rows=names), window.low, window.last)
 
 
-def _taking(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
+def _make_reader(storage: ReadView, place: int, window: Window) -> Callable[[IntArray], Array]:
     """Return a function that copies rows of a column, given their numbers (0: the oldest row)."""
     return lambda numbers: storage.read(window.nth(numbers), [place])[0]
 

@@ -28,7 +28,7 @@ from expstore.sql.row_source import history_of, readable, relations_of
 from expstore.storages.batch import now_us
 from expstore.storages.engine.archive import Beside, with_left
 from expstore.storages.episode_lookup import unknown_episode
-from expstore.storages.read_view import ReadView, unmoved
+from expstore.storages.read_view import ReadView, read_stable
 from expstore.storages.stats import meta_relation
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Catalog:
     def __init__(self, storage: ReadView, *, config: Mapping[str, str] | None = None) -> None:
         self._storage = storage
         self._config = config
-        self._lock = storage.locks.order.ranked("catalog", threading.RLock())
+        self._lock = storage.locks.order.rank_lock("catalog", threading.RLock())
         self._index: Index | None = None
         self._closed = False
         self._whole = False  # whether the next commit must contain the whole store
@@ -79,7 +79,7 @@ class Catalog:
             QueryError: `sql` is not a single SELECT, or DuckDB rejects it.
             StateError: The store is closed.
         """
-        return self._patiently(lambda: self._ask(sql, params, read))
+        return self._ask_with_retry(lambda: self._ask(sql, params, read))
 
     def episodes(
         self,
@@ -111,12 +111,12 @@ class Catalog:
             attempt += 1
             alone = attempt > 1 and not storage.follows
             with storage.lock if alone else contextlib.nullcontext():
-                archive = storage.archived() if "history" in sql.lower() else None
+                archive = storage.open_archive() if "history" in sql.lower() else None
                 # Captured before the window is read, because rows move from the window to the archive.
                 older = None if archive is None else Beside(archive)
                 index = self.catch_up()
                 window, changes = storage.query_window, storage.changes.number
-                result = unmoved(storage, partial(self._answer, index, sql, params, window, older, read))
+                result = read_stable(storage, partial(self._answer, index, sql, params, window, older, read))
                 low = window.low if older is None else with_left(storage, window, older.through).low
                 oldest = np.array([low + 1])
                 moved = (
@@ -158,7 +158,7 @@ class Catalog:
             if known is not None:
                 return known.entry(0, 0)
         try:
-            found = self._up_to_date().find_episode(number)
+            found = self._update_index().find_episode(number)
         except CorruptionError as exc:
             if exc.kind != "index":
                 raise
@@ -168,15 +168,15 @@ class Catalog:
             raise unknown_episode(storage, number)
         return found
 
-    def _up_to_date(self) -> Index:
+    def _update_index(self) -> Index:
         """Return the index if the changes it lacks are all known in memory; otherwise update it first."""
         with self._lock:
             index, storage = self._index, self._storage
-            if index is None or self._lost(index, storage.state.content):
+            if index is None or self._lacks_changes(index, storage.state.content):
                 return self.catch_up()
             return index
 
-    def _lost(self, index: Index, content: tuple[int, int]) -> bool:
+    def _lacks_changes(self, index: Index, content: tuple[int, int]) -> bool:
         """Return whether the index lacks changes that are no longer known in memory."""
         storage = self._storage
         # A store in RAM may have had an earlier index, to which changes were committed that are now lost.
@@ -196,7 +196,7 @@ class Catalog:
                 self._content = storage.epochs.content
                 if index.position == content and not (self._whole or anew):
                     return index
-                whole = anew or self._lost(index, content)
+                whole = anew or self._lacks_changes(index, content)
                 low = storage.query_window.low
                 delta = self._delta(content, whole)
                 storage.episodes.evict(low)
@@ -222,7 +222,7 @@ class Catalog:
         Raises:
             StateError: The store is closed.
         """
-        return self._patiently(lambda: self._facts(names, episodes))
+        return self._ask_with_retry(lambda: self._facts(names, episodes))
 
     def _facts(self, names: Sequence[str], episodes: IntArray | None) -> Any:
         from expstore.sql.expressions import table_of_facts
@@ -245,10 +245,10 @@ class Catalog:
                         entries.append(known.entry(0, 0))
             found = None
             if rest:
-                found = self._up_to_date().query(select, [rest], Relations()).arrow()
+                found = self._update_index().query(select, [rest], Relations()).arrow()
             return table_of_facts(names, entries, found)
 
-    def _patiently(self, ask: Callable[[], _Answer]) -> _Answer:
+    def _ask_with_retry(self, ask: Callable[[], _Answer]) -> _Answer:
         """Call `ask`; if it finds the index damaged, rebuild the index and call it again."""
         if self._storage.closed:
             raise StateError("the store is closed", hint="open it again with expstore.open()")

@@ -21,7 +21,7 @@ from expstore.core.values import Array, IntArray, Key, Window
 from expstore.errors import CorruptionError, ExpStoreError, QueryError
 from expstore.schema.schema import OBJECT
 from expstore.sql.arrow_values import SqlValues
-from expstore.sql.projection import named_members
+from expstore.sql.projection import find_members
 
 if TYPE_CHECKING:
     from expstore.sql.history_view import History
@@ -100,7 +100,7 @@ class Column:
     arrow: str = ""
     gather: Callable[[], Sequence[Array]] | None = None
 
-    def gathered(self) -> Column:
+    def gather_parts(self) -> Column:
         """Return the column with its parts assembled, or with the error if they cannot be read."""
         if self.gather is None:
             return self
@@ -183,13 +183,13 @@ class Relations:
         names = [name for name in ROW_COLUMNS if name in {*row, *lost} or name not in _OPTIONAL]
         tops = call_tops((column.key for column in fields), names) if self.tops is None else self.tops
         items = [_Item(f"c{place}", column) for place, column in enumerate(fields)]
-        items = _without_unnamed(items, tops, cursor, sql)
+        items = _drop_unnamed(items, tops, cursor, sql)
         for item in items:
-            item.column = item.column.gathered()
+            item.column = item.column.gather_parts()
         stored = [item for item in items if item.stored]
         lost |= {item.name: (item.arrow_kind(), item.column.fault) for item in stored if item.column.fault}
         texts = {item.name: item.column.parts for item in stored if item.column.dtype == OBJECT}
-        packed = {item.name: item.packed() for item in stored if item.column.take is not None}
+        packed = {item.name: item.to_packed() for item in stored if item.column.take is not None}
         data = {item.name: item.data() for item in stored if item.name not in {*lost, *texts, *packed}}
         if lost and not row and not data:
             raise next(fault for _, fault in lost.values())
@@ -223,7 +223,7 @@ class Relations:
             if len(column.key) != 1 or name not in own or name in row or name in lost:
                 fields.append(column)
                 continue
-            column = column.gathered()
+            column = column.gather_parts()
             if column.fault is not None:
                 lost[name] = ROW_COLUMNS[name], column.fault
             else:
@@ -257,7 +257,7 @@ class _Item:
         parts = [np.ascontiguousarray(part).reshape(-1).view(self.dtype) for part in self.column.parts]
         return _arrow(parts, pa.from_numpy_dtype(self.dtype), self.shape)
 
-    def packed(self) -> Packed:
+    def to_packed(self) -> Packed:
         """Return how to read rows of the column as Arrow."""
         if self.loose is not None:
             return Packed(".".join(self.column.key), self.loose.kind, self._take)
@@ -306,7 +306,7 @@ class Packed:
     take: Callable[[IntArray], pa.ChunkedArray]
 
 
-def _without_unnamed(
+def _drop_unnamed(
     items: Sequence[_Item], tops: Mapping[str, str], cursor: duckdb.DuckDBPyConnection, sql: str
 ) -> list[_Item]:
     """Remove the items that a statement does not name, of packed struct members and of assembled columns."""
@@ -315,7 +315,7 @@ def _without_unnamed(
         for item in items
         if item.column.gather is not None or (item.column.take is not None and len(item.column.key) > 1)
     }
-    named = named_members(cursor, sql, members.values()) if members else set()
+    named = find_members(cursor, sql, members.values()) if members else set()
     return [item for item in items if item.name not in members or members[item.name] in named]
 
 

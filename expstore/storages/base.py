@@ -32,7 +32,7 @@ from expstore.storages.capabilities import FieldChanges, Retention, RowAppending
 from expstore.storages.columns.priorities import check_priorities
 from expstore.storages.columns.sample_counts import Sampled
 from expstore.storages.description import Description
-from expstore.storages.read_view import ReadView, closed_error
+from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.row_settings import RowSettings
 from expstore.storages.snapshot_access import SnapshotAccess
 from expstore.storages.snapshot_pin import SnapshotPin
@@ -224,7 +224,7 @@ class Storage(ReadView):
             self.priorities.tell(self, self.geometry.slot_of(ids))
 
     @contextmanager
-    def _changing(self, slots: IntArray | None = None) -> Iterator[None]:
+    def _note_changes(self, slots: IntArray | None = None) -> Iterator[None]:
         """Tell readers that rows are being changed in place.
 
         Args:
@@ -423,7 +423,7 @@ class Storage(ReadView):
             StateError: The storage is closed.
         """
         if self._closed:
-            raise closed_error()
+            raise build_closed_error()
         return self
 
     @property
@@ -511,7 +511,7 @@ class Storage(ReadView):
     def _change(
         self, ids: IntArray, places: Sequence[int], columns: Sequence[Array], *, replaces: bool
     ) -> None:
-        """Change the values of rows, after `hold.wait()` and inside `_changing`.
+        """Change the values of rows, after `snapshot_pin.wait()` and inside `_note_changes`.
 
         Args:
             ids: Ids of the rows, each at most once. Shape `(n,)`.

@@ -40,7 +40,7 @@ class StorageEnsemble(Members):
             raise TypeError("transforms must have the same length as the storages provided.")
         self.transforms = None if transforms is None else list(transforms)
 
-    def _some(self, numbers: list[int]) -> StorageEnsemble:
+    def _select_members(self, numbers: list[int]) -> StorageEnsemble:
         transforms = None if self.transforms is None else [self.transforms[number] for number in numbers]
         return StorageEnsemble(*[self._members[number] for number in numbers], transforms=transforms)
 

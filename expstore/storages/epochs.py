@@ -68,7 +68,7 @@ class Epochs:
         self.deleted += 1
 
     @contextmanager
-    def changing_fields(self, changes: bool = True) -> Iterator[None]:
+    def note_field_change(self, changes: bool = True) -> Iterator[None]:
         """Record that the positions of fields change in this block, if `changes` is set."""
         self.fields += changes
         try:

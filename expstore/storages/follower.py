@@ -35,7 +35,7 @@ from expstore.storages.format.control_page import StateView
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import LOCK, LOG
 from expstore.storages.format.writer_probe import Watch
-from expstore.storages.read_view import ReadView, closed_error
+from expstore.storages.read_view import ReadView, build_closed_error
 from expstore.storages.recovery.cold_reader import Replay, episode_rows, open_columns, replay
 from expstore.storages.recovery.recover import describe_past
 from expstore.storages.recovery.tail import LiveTail
@@ -196,7 +196,7 @@ class FollowedChanges:
     def since(self, before: int) -> IntArray | None:
         """Return the slots changed since `number` had this even value, `(n,)`; None if they are unknown."""
         watch = self._watch
-        return None if watch is None else watch.changed_since(before)
+        return None if watch is None else watch.find_changed(before)
 
 
 class FollowerStorage(ReadView):
@@ -259,9 +259,9 @@ class FollowerStorage(ReadView):
     def _look_again(self) -> None:
         """Determine the writer and the readable rows again."""
         with self.lock:
-            self._patiently(self._look)
+            self._retry(self._look)
 
-    def _patiently(self, act: Callable[[], _Found]) -> _Found:
+    def _retry(self, act: Callable[[], _Found]) -> _Found:
         """Call a function; retry it on a StorageError, because files change while a writer opens or works."""
         for look in range(_LOOKS - 1):
             try:
@@ -318,7 +318,7 @@ class FollowerStorage(ReadView):
     def _take_over(self, source: _Source, found: Replay | None, last: int) -> None:
         schema, known = self.manifest.schema, self.schema
         moves = known is not None and not (schema is not None and schema.same(known))
-        with self.epochs.changing_fields(moves):
+        with self.epochs.note_field_change(moves):
             if schema is not None and (moves or known is None):
                 self._describe(self.description.with_fields(schema, self.manifest.find_keys(schema)))
             self._take_source(source, found, last)
@@ -365,16 +365,16 @@ class FollowerStorage(ReadView):
         """
         with self.lock:
             if self._closed:
-                raise closed_error()
+                raise build_closed_error()
             source = self._current()
             if source.live:
                 stale = not self._watch.writer_lives(unseen=self._unseen)
             else:
-                stale = self._patiently(self._generation) != self.manifest.generation
+                stale = self._retry(self._generation) != self.manifest.generation
             if stale:
                 self._look_again()
             if self._source.live:
-                self._patiently(self._go_on)
+                self._retry(self._go_on)
         if priorities:
             self.epochs.note_deleted()
 
@@ -386,8 +386,8 @@ class FollowerStorage(ReadView):
     def _read_specs(self) -> str:
         with self.lock:
             if self._closed:
-                raise closed_error()
-            specs = self._patiently(lambda: Manifest.load(self.disk, self.path)).specs
+                raise build_closed_error()
+            specs = self._retry(lambda: Manifest.load(self.disk, self.path)).specs
             self._describe(dataclasses.replace(self.description, specs=specs))
         return specs
 
@@ -484,7 +484,7 @@ class FollowerStorage(ReadView):
         view = self._watch.look() if self._source.live else None
         return self._state.retired if view is None else view.retired
 
-    def archived(self) -> FollowerStorage | None:
+    def open_archive(self) -> FollowerStorage | None:
         """Return a follower of the archive, which contains rows evicted from the store; None: no archive.
 
         Raises:
@@ -537,7 +537,7 @@ class FollowerStorage(ReadView):
             watch, live = self._watch, self._source.live
             before = watch.change
             columns = self.take(slots, places)
-            if not live or not watch.touched(slots, before):
+            if not live or not watch.is_touched(slots, before):
                 return columns
             now = time.monotonic()
             due = due or now + tuning.CHANGE_SECONDS
@@ -598,7 +598,7 @@ class FollowerStorage(ReadView):
             StateError: Always; the message says who may write.
         """
         if self._closed:
-            raise closed_error()
+            raise build_closed_error()
         raise StateError(
             f"{self.path} {self._origin.reason}",
             hint="write with the buffer that has it open with mode='a'",

@@ -14,7 +14,7 @@ __all__ = ["Holder", "Holders"]
 class Holder(Protocol):
     """An object that uses a storage and caches data about its rows."""
 
-    def _renewed(self, storage: Any) -> None:
+    def _note_renewal(self, storage: Any) -> None:
         """Drop cached data: the content of the storage was replaced."""
 
 
@@ -37,4 +37,4 @@ class Holders:
     def tell(self, storage: Any) -> None:
         """Notify all objects that the content of the storage was replaced."""
         for holder in list(self._known):
-            holder._renewed(storage)
+            holder._note_renewal(storage)

@@ -86,7 +86,7 @@ def find(storage: ReadView, index: Any, dim: int = 0) -> tuple[IntArray, tuple[i
     index = _plain(index)
     if storage.ndim == 1 and not dim:
         return _find_flat(storage, index)
-    ids = _sorted(storage)
+    ids = _sort_ids(storage)
     grid = ids.reshape(-1, *storage.geometry.dims).swapaxes(0, dim)
     try:
         chosen = np.asarray(grid[index])
@@ -108,7 +108,7 @@ def _plain(index: Any) -> Any:
     return index
 
 
-def _sorted(storage: ReadView) -> IntArray:
+def _sort_ids(storage: ReadView) -> IntArray:
     """Return the readable ids of whole steps, in the order of their indices. Shape `(rows,)`."""
     window = storage.window
     ids = window.ids()
@@ -125,13 +125,13 @@ def _find_flat(storage: ReadView, index: Any) -> tuple[IntArray, tuple[int, ...]
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if isinstance(index, slice):
-        ids = _sorted(storage)[index]
+        ids = _sort_ids(storage)[index]
         return ids, ids.shape
     numbers = np.asarray(index)
     if numbers.dtype == np.bool_:
         if numbers.shape != (len(storage),):
             raise NoRowError(f"the mask has shape {numbers.shape}, the store {len(storage)} rows")
-        ids = _sorted(storage)[numbers.astype(bool)]
+        ids = _sort_ids(storage)[numbers.astype(bool)]
         return ids, ids.shape
     if numbers.size and numbers.dtype.kind not in "iu":
         raise TypeError(f"an index of rows must be integers, got {numbers.dtype}")
@@ -223,10 +223,10 @@ def get(storage: ReadView, index: Any, dim: int = 0) -> Any:
     _, columns = read_rows(storage, locate)
     form = form_of(storage)
     rows = form.build(in_shape(columns, shape), shape, {})
-    return rows if storage.device is None or storage.device.type == "cpu" else _moved(rows, storage.device)
+    return rows if storage.device is None or storage.device.type == "cpu" else _move(rows, storage.device)
 
 
-def _moved(rows: Any, device: torch.device) -> Any:
+def _move(rows: Any, device: torch.device) -> Any:
     from torch.utils._pytree import tree_map
 
     def can_move(thing: Any) -> bool:
@@ -253,7 +253,7 @@ def contains(storage: ReadView, item: Any) -> Any:
 
 def rows_of(storage: ReadView) -> Iterator[Any]:
     """Yield the rows in the order of their indices; steps of time if `ndim` is larger than 1."""
-    rows = len(storage) if storage.geometry.lanes == 1 else _sorted(storage).size // storage.geometry.lanes
+    rows = len(storage) if storage.geometry.lanes == 1 else _sort_ids(storage).size // storage.geometry.lanes
     for number in range(rows):
         yield get(storage, number)
 
@@ -415,7 +415,7 @@ def replace_rows(storage: Storage, ids: IntArray, batch: Batch) -> None:
 
     schema = storage.require_schema()
     check_form(batch, schema)
-    places, columns = batch.given(schema)
+    places, columns = batch.select_columns(schema)
     if ids.size > 1:
         count = ids.size
         ids, last = np.unique(ids[::-1], return_index=True)

@@ -28,10 +28,10 @@ class Locks:
         self.order = LockOrder()
         #: Held for a whole `extend`, so that batches are appended one after the other; short operations do
         #: not take it.
-        self.extend = self.order.ranked("extend", FairLock())
+        self.extend = self.order.rank_lock("extend", FairLock())
         #: Held by the thread that writes.
-        self.storage = self.order.ranked("storage", threading.RLock())
+        self.storage = self.order.rank_lock("storage", threading.RLock())
         #: Held while rows are drawn by their sample counts, and while these counts change.
-        self.sampled = self.order.ranked("sampled", threading.RLock())
+        self.sampled = self.order.rank_lock("sampled", threading.RLock())
         #: Held while a record is appended, and while episodes and window are updated for it.
-        self.episodes = self.order.ranked("episodes", threading.Lock())
+        self.episodes = self.order.rank_lock("episodes", threading.Lock())

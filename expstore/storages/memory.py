@@ -101,7 +101,7 @@ class MemoryStorage(PortableStorage):
                 self.writer()
                 check_new_field(self, new_field.entry)
                 known = self.require_schema()
-                schema = known.grown(new_field.entry, new_field.default)
+                schema = known.grow(new_field.entry, new_field.default)
                 column = _Column(
                     self,
                     np.zeros((len(self._columns[0]), *new_field.entry.shape), new_field.entry.numpy_dtype),
@@ -128,7 +128,7 @@ class MemoryStorage(PortableStorage):
             self._reshape(schema, specs, [self._columns[number] for number in rest])
 
     def _reshape(self, schema: Schema, specs: str, columns: list[Array | Cells]) -> None:
-        with self.epochs.changing_fields():
+        with self.epochs.note_field_change():
             self._columns = columns
             # The fields that mark trajectories, ends and rewards stay the same.
             self._describe(replace(self.description, schema=schema, specs=specs))
@@ -146,7 +146,7 @@ class MemoryStorage(PortableStorage):
         first, count = rows.first_id + skipped, rows.count - skipped
         if self.geometry.slots is None and first + count - 1 > len(self._columns[0]):
             size = 2 * (first + count)
-            self._columns = [_grown(column, size) for column in self._columns]
+            self._columns = [_grow(column, size) for column in self._columns]
         for column, values in zip(self._columns, (*rows.columns, *rows.assignment.numbers), strict=True):
             for slot, offset, n in self.geometry.runs(first, count):
                 part = values[skipped + offset : skipped + offset + n]
@@ -177,7 +177,7 @@ class MemoryStorage(PortableStorage):
             limits = base["limits"][0], base["limits"][1]
             draws = DrawState(base["draw"], tuple(base["progress"]), limits, from_json(base["randomness"]))
             locks = self.locks
-            with self._changing(), locks.sampled, locks.episodes, self.epochs.changing_fields(moves):
+            with self._note_changes(), locks.sampled, locks.episodes, self.epochs.note_field_change(moves):
                 self._describe(replace(Description.of(manifest), uuid=self.description.uuid))
                 self._columns = columns
                 self.priorities.restore(priorities, base["max_priority"])
@@ -236,7 +236,7 @@ class MemoryStorage(PortableStorage):
     ) -> None:
         self.snapshot_pin.wait()
         slots = self.geometry.slot_of(ids)
-        with self._changing(slots):
+        with self._note_changes(slots):
             kept = [*self._columns, self.priorities.values]
             for place, values in zip(places, columns, strict=True):
                 _put(kept[place], slots, values)
@@ -245,7 +245,7 @@ class MemoryStorage(PortableStorage):
         """Copy rows out by slot, whichever rows are in the slots; see `ReadView.take`."""
         wanted = range(len(self.require_schema().fields)) if places is None else places
         self._prefetcher.ask(slots, wanted, self._narrow_columns)
-        return [self._taken(place, slots) for place in wanted]
+        return [self._take_rows(place, slots) for place in wanted]
 
     def _narrow_columns(self, places: Sequence[int]) -> list[Array]:
         """Return the narrow columns among those at some positions: their rows are copied one by one."""
@@ -253,7 +253,7 @@ class MemoryStorage(PortableStorage):
         arrays = [column for column in columns if isinstance(column, np.ndarray)]
         return [rows for rows in arrays if rows.strides[0] < WIDE_ROW and not rows.dtype.hasobject]
 
-    def _taken(self, place: int, slots: IntArray) -> Any:
+    def _take_rows(self, place: int, slots: IntArray) -> Any:
         column = self._columns[place]
         if not isinstance(column, np.ndarray):
             return column.take(slots)
@@ -284,9 +284,9 @@ def _empty(entry: Field, size: int) -> Array | Cells:
     return np.zeros((size, *entry.shape), entry.numpy_dtype)
 
 
-def _grown(column: Array | Cells, size: int) -> Array | Cells:
+def _grow(column: Array | Cells, size: int) -> Array | Cells:
     if not isinstance(column, np.ndarray):
-        return column.grown(size)
+        return column.grow(size)
     return np.concatenate([column, np.zeros((size - len(column), *column.shape[1:]), column.dtype)])
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from expstore.storages.base import Storage
     from expstore.storages.format.manifest import Manifest
 
-__all__ = ["ReadView", "closed_error", "keys_for", "unmoved"]
+__all__ = ["ReadView", "build_closed_error", "keys_for", "read_stable"]
 
 _Found = TypeVar("_Found")
 
@@ -360,7 +360,7 @@ class ReadView(ABC):
             priorities: Whether to assume that priorities were set, too.
         """
 
-    def archived(self) -> ReadView | None:
+    def open_archive(self) -> ReadView | None:
         """Return the storage with the rows evicted from this one; None: there is no archive."""
         return None
 
@@ -396,7 +396,7 @@ def keys_for(storage: ReadView, schema: Schema) -> Keys:
     return find_keys(schema) if storage.manifest is None else storage.manifest.find_keys(schema)
 
 
-def unmoved(storage: ReadView, act: Callable[[], _Found]) -> _Found:
+def read_stable(storage: ReadView, act: Callable[[], _Found]) -> _Found:
     """Return the result of a function that reads fields by position, while positions do not change.
 
     If a field was added or dropped meanwhile, the result or error of the function is discarded, and it is
@@ -429,6 +429,6 @@ def _forget(exc: BaseException | None) -> None:
         exc = exc.__cause__ or exc.__context__
 
 
-def closed_error() -> StateError:
+def build_closed_error() -> StateError:
     """Return the error of a call to a closed storage."""
     return StateError("the store is closed", hint="open it again with expstore.open()")

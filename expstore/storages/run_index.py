@@ -69,7 +69,7 @@ class Runs:
         # In a follower, `look` may take the storage's lock, and other threads call `look` while they hold
         # that lock.
         self.lock: threading.RLock = (
-            storage.lock if storage.follows else storage.locks.order.ranked("runs", threading.RLock())
+            storage.lock if storage.follows else storage.locks.order.rank_lock("runs", threading.RLock())
         )
         self._storage = weakref.ref(storage)
         self._window = Window(0, 0)
@@ -87,7 +87,7 @@ class Runs:
         Raises:
             StateError: The writer overwrites rows before a follower has read their episodes.
         """
-        storage = self._held()
+        storage = self._require_storage()
         if not storage.follows:
             return self._look(storage)
         for _ in range(_TRIES):
@@ -118,7 +118,7 @@ class Runs:
             self._known, self._window = known.of, known.window
             return known.window
 
-    def _held(self) -> ReadView:
+    def _require_storage(self) -> ReadView:
         storage = self._storage()
         if storage is None:
             raise StateError("the storage no longer exists")
@@ -155,7 +155,7 @@ class Runs:
         self._changes.clear()
         self.moves += 1
 
-    def changed_since(self, moves: int) -> IntArray | None:
+    def find_changed(self, moves: int) -> IntArray | None:
         """Return the runs that have changed since `moves` had this value.
 
         Returns:
@@ -219,7 +219,7 @@ class Runs:
 
         Rows may be overwritten meanwhile: call the storage's `intact` afterwards.
         """
-        storage = self._held()
+        storage = self._require_storage()
         # Not `read`, which may wait for the storage's lock: the thread that holds it may be waiting for this
         # lock.
         (names,) = storage.take(storage.geometry.slot_of(ids), [self._names_place()])
@@ -227,7 +227,7 @@ class Runs:
 
     def _names_place(self) -> int:
         """Return the position of the field by whose values runs are ordered."""
-        return len(self._held().require_schema().fields) + 1
+        return len(self._require_storage().require_schema().fields) + 1
 
 
 def as_names(values: Array) -> IntArray:

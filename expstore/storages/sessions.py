@@ -129,7 +129,7 @@ def end_unnamed(storage: ReadView, session: SessionKey | None = None) -> None:
         session: The session; None: the storage's own.
     """
     with storage.lock:
-        _end(storage.writer(), storage.episodes.unnamed_sources(session or storage.episodes.session))
+        _end(storage.writer(), storage.episodes.find_unnamed_sources(session or storage.episodes.session))
 
 
 def end_stream(storage: ReadView, source: str | None, *, session: SessionKey | None = None) -> None:

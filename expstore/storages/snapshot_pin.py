@@ -36,8 +36,8 @@ class SnapshotPin:
     def _begin(self) -> None:
         #: The oldest id that must not change; 0: no id is pinned. Read without a lock.
         self.first = 0
-        self._moved = threading.Condition(self._order.ranked("pin", threading.Lock()))
-        self._copying = self._order.ranked("dump", threading.Lock())
+        self._moved = threading.Condition(self._order.rank_lock("pin", threading.Lock()))
+        self._copying = self._order.rank_lock("dump", threading.Lock())
         self._pid = os.getpid()
 
     @contextmanager

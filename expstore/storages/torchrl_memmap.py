@@ -33,7 +33,7 @@ __all__ = ["LazyMemmapStorage"]
 _TRIES = 100
 
 
-def _in_the_way(folder: str) -> StateError:
+def _build_not_empty_error(folder: str) -> StateError:
     return StateError(
         f"{folder} holds rows already",
         hint="existsok=True continues with them, and loads() or empty() then replaces them",
@@ -115,7 +115,7 @@ class LazyMemmapStorage(ZarrStorage, PortableStorage):
         disk = _ScratchDisk() if folder is None else Disk()
         known = folder is not None and disk.exists(folder / MANIFEST)
         if folder and known and not existsok and (auto_cleanup or Manifest.load(disk, folder).schema):
-            raise _in_the_way(str(folder))
+            raise _build_not_empty_error(str(folder))
         settings = Settings(seed=None if known else find_seed(seed))
         path = disk.make_temp_dir("expstore-") if folder is None else folder
         try:

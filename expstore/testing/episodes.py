@@ -139,12 +139,12 @@ def _busy(life: Life) -> None:
     """Let three sources write interleaved trajectories, some of which end."""
     first = life.model.serial * 4 + 1  # trajectory ids that were not used before
 
-    def named(cells: list[Cell]) -> list[Cell]:
+    def name_cells(cells: list[Cell]) -> list[Cell]:
         return [Cell(first + cell.trajectory, cell.mark) for cell in cells]
 
-    life.extend(named(_CELLS), "a")
-    life.extend(named([Cell(7), Cell(7), Cell(8, "t")]), "b")
+    life.extend(name_cells(_CELLS), "a")
+    life.extend(name_cells([Cell(7), Cell(7), Cell(8, "t")]), "b")
     life.add(Cell(first + 9))
-    life.extend(named([Cell(3), Cell(4), Cell(3, "t")]), "a")
-    life.extend(named([Cell(7), Cell(9), Cell(7)]), "b")
-    life.extend(named([Cell(9)] * 4 + [Cell(9, "T")]))
+    life.extend(name_cells([Cell(3), Cell(4), Cell(3, "t")]), "a")
+    life.extend(name_cells([Cell(7), Cell(9), Cell(7)]), "b")
+    life.extend(name_cells([Cell(9)] * 4 + [Cell(9, "T")]))

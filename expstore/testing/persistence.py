@@ -150,13 +150,13 @@ class OutlivingSuite(Declared):
                     life.set_priorities({life.model.last: float(count)})
                     if self.patches:
                         life.patch([life.model.last, life.model.last - 1])
-                    _settled(life, reader)
+                    _wait_for_follower(life, reader)
                 life.lap(2)
                 life.extend(12)
-                _settled(life, reader)
+                _wait_for_follower(life, reader)
                 life.empty()
                 life.extend(4)
-                _settled(life, reader)
+                _wait_for_follower(life, reader)
                 batch = make_batch(life.model.live)
                 for act in (lambda: reader.extend(batch), reader.empty, lambda: storage.writer().clear()):
                     with raises(StateError, what="a change by a follower"):
@@ -244,7 +244,7 @@ class OutlivingSuite(Declared):
         life.model.reopen()
 
 
-def _settled(life: Life, reader: TensorDictReplayBuffer) -> None:
+def _wait_for_follower(life: Life, reader: TensorDictReplayBuffer) -> None:
     """Compare a follower with the model once it sees the newest row; fail if the row is missing."""
     storage = reader.storage
     life.rb.flush()

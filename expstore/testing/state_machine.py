@@ -54,10 +54,10 @@ class _Acts:
         self.numbers = 1  # trajectory ids; 0 is used by `lap`, and never ends
 
     def extend(self, cells: list[Cell], source: str | None) -> None:
-        self.life.extend(self._named(cells), source)
+        self.life.extend(self._name_cells(cells), source)
 
     def add(self, source: str | None) -> None:
-        (cell,) = self._named([Cell()])
+        (cell,) = self._name_cells([Cell()])
         self.life.add(cell, source)
 
     def lap(self, short: int, beyond: int) -> None:
@@ -79,7 +79,7 @@ class _Acts:
         self.life.reopen()
 
     def kill(self, batches: list[list[Cell]], source: str | None) -> None:
-        self.life.write_and_be_killed([self._named(cells) for cells in batches], source)
+        self.life.write_and_be_killed([self._name_cells(cells) for cells in batches], source)
 
     def look(self) -> None:
         self.life.look()
@@ -91,7 +91,7 @@ class _Acts:
             finally:
                 self.life.storage.close()
 
-    def _named(self, cells: list[Cell]) -> list[Cell]:
+    def _name_cells(self, cells: list[Cell]) -> list[Cell]:
         """Return cells with trajectory ids that are not reused after the trajectory has ended."""
         found: list[Cell] = []
         ended: set[int] = set()

@@ -54,7 +54,7 @@ class AnyLengthSuite(Declared):
             storage.close()
             return
         for capacity in (20, None):
-            with self._opened(tmp_path / f"{capacity}", capacity) as storage:
+            with self._open(tmp_path / f"{capacity}", capacity) as storage:
                 for count in (1, 4, 20, 7, 30, 2, 1):
                     _put(storage, count)
                     _check(storage, storage.window.ids())
@@ -74,7 +74,7 @@ class AnyLengthSuite(Declared):
         """Replacing rows by longer or shorter ones works, or raises an error if unsupported."""
         if not self.variable:
             return  # `test_rows_of_any_length` checks that such rows are refused
-        with self._opened(tmp_path / "s", 20) as storage:
+        with self._open(tmp_path / "s", 20) as storage:
             ids = _put(storage, 25)[-20:]
             places, chosen = range(len(_SCHEMA.fields)), ids[[2, 7, 19]]
             if not self.variable_patches:
@@ -90,7 +90,7 @@ class AnyLengthSuite(Declared):
         """SQL reads text, and lists have a length."""
         if not self.variable:
             return
-        with self._opened(tmp_path / "s", 20) as storage:
+        with self._open(tmp_path / "s", 20) as storage:
             ids = _put(storage, 23)[-20:]
             rb = ReplayBuffer(storage=storage, batch_size=2)
             found = rb.sql("SELECT _id, text, len(tokens) FROM transitions ORDER BY _id").fetchall()
@@ -104,7 +104,7 @@ class AnyLengthSuite(Declared):
         if not self.variable:
             return
         path = tmp_path / "s"
-        with self._opened(path, 20) as storage:
+        with self._open(path, 20) as storage:
             for count in (3, 30, 1):
                 _put(storage, count)
             ids = storage.window.ids()
@@ -116,7 +116,7 @@ class AnyLengthSuite(Declared):
             self._version(storage, tmp_path)
         if self.persistent:
             same(list(self.verify(storage)), [], "what verify finds")
-            with self._opened(path, 20) as storage:
+            with self._open(path, 20) as storage:
                 _check(storage, ids)
                 _put(storage, 4)
                 _check(storage, storage.window.ids())
@@ -130,7 +130,7 @@ class AnyLengthSuite(Declared):
             same("has no fixed size" in str(exc) or "text" in str(exc), True, f"the reason in {exc}")
             _check(storage, ids)
             return
-        with self._opened(tmp_path / "other", 20) as other:
+        with self._open(tmp_path / "other", 20) as other:
             ReplayBuffer(storage=other).loads(tmp_path / "versions")
             found = other.window.ids()
             expected = _columns(ids)
@@ -141,7 +141,7 @@ class AnyLengthSuite(Declared):
         return self.make(path, capacity, ndim=1, seed=2)
 
     @contextmanager
-    def _opened(self, path: Path, capacity: int | None) -> Iterator[ReadView]:
+    def _open(self, path: Path, capacity: int | None) -> Iterator[ReadView]:
         storage = self._bare(path, capacity)
         try:
             if storage.schema is None:

@@ -94,7 +94,7 @@ class MultiStep(nn.Module):
             done = done | _right(_last(mask, dim), done)
         steps = _to_end(done, dim).clamp_max(self.n_steps)
         place = torch.arange(done.shape[dim], device=done.device)
-        following = _gathered(
+        following = _gather(
             batch.get("next").exclude(*self.reward_keys, *self.done_keys),
             steps + _right(place.reshape(*(1 for _ in range(dim)), -1), done) - 1,
             dim,
@@ -102,9 +102,9 @@ class MultiStep(nn.Module):
         batch.set("steps_to_next_obs", steps)
         for name in self.reward_keys:
             key = ("next", *to_key(name))
-            reward = _found(batch, key)
+            reward = _require(batch, key)
             batch.rename_key_(key, (*key[:-1], f"original_{key[-1]}"))
-            batch.set(key, _summed(reward, steps, self.gamma, self.n_steps, dim))
+            batch.set(key, _sum(reward, steps, self.gamma, self.n_steps, dim))
         batch.get("next").update(following)
         batch.set("gamma", self.gamma**steps)
         nonterminal = steps != 1
@@ -164,7 +164,7 @@ class DensifyReward(nn.Module):
             SchemaError: The batch has no rewards or no flags.
             RuntimeError: Rewards and flags have different shapes, or no dim `time_dim`.
         """
-        reward, done = (_found(tensordict, ("next", *to_key(key))) for key in self.in_keys)
+        reward, done = (_require(tensordict, ("next", *to_key(key))) for key in self.in_keys)
         if reward.shape != done.shape:
             raise RuntimeError(
                 f"reward and done state are expected to have the same shape. Got reward.shape={reward.shape} "
@@ -184,7 +184,7 @@ class DensifyReward(nn.Module):
         return f"reward_key={self.in_keys[0]!r}, done_key={self.in_keys[1]!r}, discount={self.discount}"
 
 
-def _found(batch: TensorDictBase, key: Key) -> torch.Tensor:
+def _require(batch: TensorDictBase, key: Key) -> torch.Tensor:
     values = batch.get(key, None)
     if values is None:
         there = sorted(key_name(to_key(name)) for name in batch.keys(True, True))
@@ -194,7 +194,7 @@ def _found(batch: TensorDictBase, key: Key) -> torch.Tensor:
 
 def _flags(batch: TensorDictBase, key: Key) -> torch.Tensor:
     """Return the flags of the steps of a batch. Shape: the batch size, and further dims other than 1."""
-    done, shape = _found(batch, key).bool(), batch.shape
+    done, shape = _require(batch, key).bool(), batch.shape
     if done.shape[: len(shape)] != shape or not shape:
         raise RuntimeError(
             "tensordict shape must be compatible with the done's shape (trailing singleton dimension "
@@ -224,7 +224,7 @@ def _to_end(done: torch.Tensor, dim: int) -> torch.Tensor:
     return end - place + 1
 
 
-def _gathered(batch: TensorDictBase, index: torch.Tensor, dim: int) -> TensorDictBase:
+def _gather(batch: TensorDictBase, index: torch.Tensor, dim: int) -> TensorDictBase:
     """Return the fields below "next" at other steps.
 
     Args:
@@ -245,7 +245,7 @@ def _gathered(batch: TensorDictBase, index: torch.Tensor, dim: int) -> TensorDic
     return made
 
 
-def _summed(reward: torch.Tensor, steps: torch.Tensor, gamma: float, most: int, dim: int) -> torch.Tensor:
+def _sum(reward: torch.Tensor, steps: torch.Tensor, gamma: float, most: int, dim: int) -> torch.Tensor:
     """Return the sums of discounted rewards over a number of steps from each step on.
 
     Args:

@@ -135,7 +135,7 @@ for _method in (_getattr, _getitem, _repr):
 Keys = frozenset[str | Key] | None
 
 
-def _both(first: Keys, second: Keys) -> Keys:
+def _join_keys(first: Keys, second: Keys) -> Keys:
     return None if first is None or second is None else first | second
 
 
@@ -178,7 +178,7 @@ class TrajectoryPredicate:
                 other()
             raise TypeError(f"{self!r} {sign} {other!r}: both must be conditions made of traj")
         kind = _kind_of(self, other)
-        return kind(fn, f"({self._text} {sign} {other._text})", _both(self._keys, other._keys))
+        return kind(fn, f"({self._text} {sign} {other._text})", _join_keys(self._keys, other._keys))
 
     def __invert__(self) -> TrajectoryPredicate:
         return _kind_of(self)(lambda t: not self(t), f"~{self._text}", self._keys)
@@ -208,11 +208,11 @@ class _Expression:
     def __init__(self, value: Callable[[Any], Any], text: str, keys: Keys) -> None:
         self._value, self._text, self._keys = value, text, keys
 
-    def _compared(self, compare: Callable[[Any, Any], Any], sign: str, other: Any) -> Any:
+    def _compare(self, compare: Callable[[Any, Any], Any], sign: str, other: Any) -> Any:
         value, keys = self._value, self._keys
         text = f"({self._text} {sign} {other!r})"
         if isinstance(other, _Expression):
-            given, keys = other._value, _both(keys, other._keys)
+            given, keys = other._value, _join_keys(keys, other._keys)
             text = f"({self._text} {sign} {other._text})"
             return self._result(lambda t: compare(value(t), given(t)), text, keys)
         return self._result(lambda t: compare(value(t), other), text, keys)
@@ -221,22 +221,22 @@ class _Expression:
         return Condition(fn, text, keys)
 
     def __gt__(self, other: Any) -> Any:
-        return self._compared(operator.gt, ">", other)
+        return self._compare(operator.gt, ">", other)
 
     def __ge__(self, other: Any) -> Any:
-        return self._compared(operator.ge, ">=", other)
+        return self._compare(operator.ge, ">=", other)
 
     def __lt__(self, other: Any) -> Any:
-        return self._compared(operator.lt, "<", other)
+        return self._compare(operator.lt, "<", other)
 
     def __le__(self, other: Any) -> Any:
-        return self._compared(operator.le, "<=", other)
+        return self._compare(operator.le, "<=", other)
 
     def __eq__(self, other: object) -> Any:
-        return self._compared(operator.eq, "==", other)
+        return self._compare(operator.eq, "==", other)
 
     def __ne__(self, other: object) -> Any:
-        return self._compared(operator.ne, "!=", other)
+        return self._compare(operator.ne, "!=", other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -286,38 +286,38 @@ class _Field(_PerStep):
 
         super().__init__(value, text, frozenset({key}))
 
-    def _reduced(self, reduce: Callable[[Any], Any], word: str) -> _Expression:
+    def _reduce(self, reduce: Callable[[Any], Any], word: str) -> _Expression:
         key = self._key
 
-        def reduced(trajectory: Any) -> Any:
-            known = trajectory.reduced(key, word) if hasattr(trajectory, "reduced") else None
+        def reduce_field(trajectory: Any) -> Any:
+            known = trajectory.reduce_field(key, word) if hasattr(trajectory, "reduce_field") else None
             return reduce(self._value(trajectory)) if known is None else known
 
-        return _Expression(reduced, f"{self._text}.{word}()", self._keys)
+        return _Expression(reduce_field, f"{self._text}.{word}()", self._keys)
 
     def sum(self) -> _Expression:
         """Return the sum of all its values, as an expression."""
-        return self._reduced(torch.sum, "sum")
+        return self._reduce(torch.sum, "sum")
 
     def mean(self) -> _Expression:
         """Return the mean of all its values, as an expression."""
-        return self._reduced(lambda values: values.double().mean(), "mean")
+        return self._reduce(lambda values: values.double().mean(), "mean")
 
     def max(self) -> _Expression:
         """Return the largest of all its values, as an expression."""
-        return self._reduced(torch.max, "max")
+        return self._reduce(torch.max, "max")
 
     def min(self) -> _Expression:
         """Return the smallest of all its values, as an expression."""
-        return self._reduced(torch.min, "min")
+        return self._reduce(torch.min, "min")
 
     def first(self) -> _Expression:
         """Return its value at the first step, as an expression."""
-        return self._reduced(lambda values: _plain(values[0]), "first")
+        return self._reduce(lambda values: _plain(values[0]), "first")
 
     def last(self) -> _Expression:
         """Return its value at the last step, as an expression."""
-        return self._reduced(lambda values: _plain(values[-1]), "last")
+        return self._reduce(lambda values: _plain(values[-1]), "last")
 
 
 def _plain(value: Any) -> Any:

@@ -63,9 +63,9 @@ def find_trajectories(
     if not len(storage):
         return []
     if storage.row_traits.whole:
-        found = _among_objects(storage, transform, predicate, trajectory_key)
+        found = _search_objects(storage, transform, predicate, trajectory_key)
     else:
-        found = _among_rows(storage, transform, predicate, trajectory_key)
+        found = _search_rows(storage, transform, predicate, trajectory_key)
     return [finish(one) for one in found]
 
 
@@ -89,14 +89,14 @@ class _Plan:
     whole: bool
 
 
-def _among_rows(
+def _search_rows(
     storage: ReadView,
     transform: Compose,
     predicate: Callable[[Any], Any] | None,
     trajectory_key: NestedKey | None,
 ) -> Iterator[Any]:
     form = form_of(storage)
-    if not is_tensor_collection(form.build(_none(storage.require_schema()), (0,), {})):
+    if not is_tensor_collection(form.build(_build_no_rows(storage.require_schema()), (0,), {})):
         raise TypeError(
             "ReplayBuffer.query requires a tensordict-backed storage: rows of other kinds have no fields"
         )
@@ -114,7 +114,7 @@ def _among_rows(
             yield from _read(storage, everything, found).trajectories()
 
 
-def _none(schema: Schema) -> list[Array]:
+def _build_no_rows(schema: Schema) -> list[Array]:
     return [no_rows(entry) for entry in schema.fields]
 
 
@@ -249,7 +249,7 @@ class _Glance:
     @property
     def total_reward(self) -> Any:
         """The sum of the rewards."""
-        found = self.reduced("reward", "sum")
+        found = self.reduce_field("reward", "sum")
         if found is not None:
             return found
         rewards = self.get("reward")
@@ -267,7 +267,7 @@ class _Glance:
         start = int(self._seen.runs.starts[self._number])
         return values[start : start + self.length]
 
-    def reduced(self, key: NestedKey, word: str) -> Any:
+    def reduce_field(self, key: NestedKey, word: str) -> Any:
         """Return a field reduced to a number; None if it must be computed from `get`.
 
         The first call computes it for all trajectories.
@@ -306,10 +306,10 @@ def _read(storage: ReadView, plan: _Plan, runs: _Runs) -> _Seen:
         batch = Builder(plan.schema).build(columns, torch.Size((ids.size,)), {})
     if view is not None:
         batch = plan.transform.apply(batch, view)
-    return _Seen(left, _transformed(plan.transform, batch, ids.size))
+    return _Seen(left, _transform(plan.transform, batch, ids.size))
 
 
-def _transformed(transform: Compose, batch: Any, rows: int) -> Any:
+def _transform(transform: Compose, batch: Any, rows: int) -> Any:
     if not len(transform):
         return batch
     batch = transform.finish(batch)
@@ -357,7 +357,7 @@ def _meet(first: Key, second: Key) -> bool:
 # -- rows that are objects ----------------------------------------------------------------------------
 
 
-def _among_objects(
+def _search_objects(
     storage: ReadView,
     transform: Compose,
     predicate: Callable[[Any], Any] | None,
@@ -377,7 +377,7 @@ def _among_objects(
     transform.look(storage, np.zeros(0, np.int64))  # raises an error for transforms that read other steps
     data = LazyStackedTensorDict.lazy_stack(items)
     starts, stops = split(data, trajectory_key)
-    seen = _transformed(transform, data.clone() if len(transform) else data, len(items))
+    seen = _transform(transform, data.clone() if len(transform) else data, len(items))
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         trajectory = Trajectory(seen[start:stop].clone())
         if predicate is None or predicate(trajectory):

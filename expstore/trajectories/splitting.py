@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-from expstore.core.values import Key, given_key, key_name, to_key
+from expstore.core.values import Key, check_key, key_name, to_key
 from expstore.errors import SchemaError
 
 __all__ = ["DEFAULT_DONE_KEYS", "find_start_stop_traj", "split_trajectories"]
@@ -68,9 +68,9 @@ def split_trajectories(
         )
     for name, key in {"trajectory_key": trajectory_key, "done_key": done_key}.items():
         if key is not None:
-            given_key(name, key)
+            check_key(name, key)
     if prefix is not None and prefix != ():
-        given_key("prefix", prefix)
+        check_key("prefix", prefix)
     if 0 in rollout_tensordict.shape or not rollout_tensordict.ndim:
         raise SchemaError(f"there are no steps to split in a batch of size {[*rollout_tensordict.shape]}")
     lazy = isinstance(rollout_tensordict, LazyStackedTensorDict)  # these cannot be indexed by several dims
@@ -78,9 +78,9 @@ def split_trajectories(
     names_key, mask_key = _keys(batch, prefix, trajectory_key)
     names = batch.get(names_key, None)
     if names is None:
-        names = _named(batch, ("next", *to_key("done" if done_key is None else done_key)))
+        names = _name_trajectories(batch, ("next", *to_key("done" if done_key is None else done_key)))
         batch.set(names_key, names)
-    names = _one_per_step(names, batch, names_key)
+    names = _require_one_per_step(names, batch, names_key)
     lengths = _lengths(names)
     longest = int(lengths.max())
     if longest == int(lengths.min()) == names.shape[-1]:
@@ -88,11 +88,11 @@ def split_trajectories(
         return batch if batch.ndim > 1 else batch.unsqueeze(0)
     flat, sizes = batch.reshape(-1), lengths.tolist()
     if as_nested:
-        return _nested(flat, sizes, as_nested if isinstance(as_nested, torch.layout) else torch.strided)
+        return _nest(flat, sizes, as_nested if isinstance(as_nested, torch.layout) else torch.strided)
     place = torch.arange(longest, device=lengths.device)
     mask = place < lengths[:, None]
     starts = (lengths.cumsum(0) - lengths)[:, None]
-    padded = _zeroed(flat[torch.where(mask, starts + place, starts)], ~mask)
+    padded = _zero(flat[torch.where(mask, starts + place, starts)], ~mask)
     for key, values in _lists(flat):
         parts = (part.tolist() for part in values.split(sizes))
         rows = (NonTensorStack(*part, *[None] * (longest - len(part))) for part in parts)
@@ -112,7 +112,7 @@ def _keys(batch: TensorDictBase, prefix: Any, trajectory_key: Any) -> tuple[Key,
     return (*place, "traj_ids"), (*place, "mask")
 
 
-def _named(batch: TensorDictBase, key: Key) -> torch.Tensor:
+def _name_trajectories(batch: TensorDictBase, key: Key) -> torch.Tensor:
     """Return a trajectory id for each step, from the flags that end trajectories."""
     done = batch.get(key, None)
     if done is None:
@@ -120,14 +120,14 @@ def _named(batch: TensorDictBase, key: Key) -> torch.Tensor:
             f"cannot split the batch into trajectories: it has no field {key_name(key)!r}",
             hint="pass trajectory_key= or done_key=",
         )
-    done = _one_per_step(done, batch, key).bool()
+    done = _require_one_per_step(done, batch, key).bool()
     first = torch.zeros_like(done)
     first[..., 1:] = done[..., :-1]
     first[..., 0] = True
     return first.reshape(-1).cumsum(0).reshape(done.shape) - 1
 
 
-def _one_per_step(values: torch.Tensor, batch: TensorDictBase, key: Key) -> torch.Tensor:
+def _require_one_per_step(values: torch.Tensor, batch: TensorDictBase, key: Key) -> torch.Tensor:
     if values.numel() != batch.shape.numel():
         raise SchemaError(
             f"{key_name(key)!r} has shape {[*values.shape]} in a batch of size {[*batch.shape]}: "
@@ -144,7 +144,7 @@ def _lengths(names: torch.Tensor) -> torch.Tensor:
     return torch.diff(starts, append=starts.new_tensor([names.numel()]))
 
 
-def _zeroed(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
+def _zero(batch: TensorDictBase, where: torch.Tensor) -> TensorDictBase:
     """Return a batch with zeros at some positions; entries that are not tensors are not changed."""
 
     def fill(values: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def _lists(batch: TensorDictBase) -> list[tuple[Any, NonTensorStack]]:
     return [(key, values) for key, values in entries if isinstance(values, NonTensorStack)]
 
 
-def _nested(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> TensorDictBase:
+def _nest(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> TensorDictBase:
     """Return a TensorDict of nested tensors. Batch size `(trajectories, -1)`."""
     entries: dict[str, Any] = {}
     for name in list(batch.keys()):
@@ -170,7 +170,7 @@ def _nested(batch: TensorDictBase, sizes: list[int], layout: torch.layout) -> Te
         elif isinstance(values, NonTensorData):
             entries[name] = NonTensorData(values.data, batch_size=[len(sizes)])
         elif isinstance(values, TensorDictBase):
-            entries[name] = _nested(values, sizes, layout)
+            entries[name] = _nest(values, sizes, layout)
         else:
             entries[name] = torch.nested.as_nested_tensor([*values.split(sizes)], layout=layout)
     # Do not check shapes: torch's jagged tensors have a symbol where the batch size has -1.

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from expstore.core.bfloat16 import widen_bfloat16
-from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
 from expstore.episodes.segmentation import find_ends
 from expstore.errors import SchemaError, StateError
 from expstore.schema.row_selection import in_shape
@@ -34,10 +34,10 @@ __all__ = [
     "StepTransform",
     "StepView",
     "below_next",
+    "check_discount",
     "check_fill",
-    "given_discount",
-    "given_fill",
-    "given_keys",
+    "check_keys",
+    "convert_fill",
     "keys_of",
     "refuse_given",
 ]
@@ -413,8 +413,8 @@ def keys_of(
         TypeError: A value is not a key.
         ValueError: The numbers of keys differ.
     """
-    found = list(default) if in_keys is None else given_keys("in_keys", in_keys, nested=True)
-    others = list(found) if out_keys is None else given_keys("out_keys", out_keys, nested=True)
+    found = list(default) if in_keys is None else check_keys("in_keys", in_keys, nested=True)
+    others = list(found) if out_keys is None else check_keys("out_keys", out_keys, nested=True)
     if len(found) != len(others):
         raise ValueError(
             f"in_keys and out_keys must have the same length, got {len(found)} and {len(others)}"
@@ -422,7 +422,7 @@ def keys_of(
     return found, others
 
 
-def given_keys(argument: str, keys: Any, *, nested: bool = False) -> list[NestedKey]:
+def check_keys(argument: str, keys: Any, *, nested: bool = False) -> list[NestedKey]:
     """Return keys passed by a user as a list; a single name is one key.
 
     Args:
@@ -440,11 +440,11 @@ def given_keys(argument: str, keys: Any, *, nested: bool = False) -> list[Nested
         raise TypeError(f"{argument} are the keys of fields, got {keys!r}; give a list of names")
     found = list(keys)
     for key in found:
-        given_key(f"each of {argument}", key)
+        check_key(f"each of {argument}", key)
     return found
 
 
-def given_discount(transform: str, gamma: Any) -> float:
+def check_discount(transform: str, gamma: Any) -> float:
     """Check a discount passed by a user and return it as a float from 0 to 1.
 
     Raises:
@@ -460,7 +460,7 @@ def given_discount(transform: str, gamma: Any) -> float:
     return value
 
 
-def given_fill(argument: str, value: Any) -> Any:
+def convert_fill(argument: str, value: Any) -> Any:
     """Check a fill value passed by a user (for steps that do not exist) and return it as a number.
 
     Raises:

@@ -19,7 +19,7 @@ from expstore.transforms.base import (
     StepTransform,
     StepView,
     check_fill,
-    given_fill,
+    convert_fill,
     keys_of,
     refuse_given,
 )
@@ -116,7 +116,7 @@ class CatFrames(StepTransform):
         refuse_given("CatFrames", "frames follow the episodes of the store", done_key=(done, None))
         self.N, self.dim = N, dim
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, ["pixels"])
-        self.padding, self.padding_value = padding, given_fill("padding_value", padding_value)
+        self.padding, self.padding_value = padding, convert_fill("padding_value", padding_value)
         self.future, self.mask_key = bool(future), mask_key
 
     def look(self, view: StepView) -> _Seen:
@@ -168,14 +168,14 @@ class CatFrames(StepTransform):
                 frames[:, 0 if self.future else -1] = _own(batch, to_key(name))
             if self.padding == "constant":
                 frames[torch.from_numpy(~stack.there)] = self.padding_value
-            made.append(self._joined(frames, name))
+            made.append(self._concatenate(frames, name))
         for key, stacked in zip(self.out_keys, made, strict=True):
             batch.set(key, stacked)
         if self.mask_key is not None and seen.padded is not None:
             batch.set(self.mask_key, torch.from_numpy(seen.padded))
         return batch
 
-    def _joined(self, frames: torch.Tensor, name: NestedKey) -> torch.Tensor:
+    def _concatenate(self, frames: torch.Tensor, name: NestedKey) -> torch.Tensor:
         """Concatenate frames along `dim`. Shape `(n, *row shape)`, with `dim` N times as large."""
         place = frames.ndim + self.dim
         if place < 2:

@@ -108,7 +108,7 @@ class Compose:
         """Apply the transforms that do not read other steps; called after `apply`."""
         for transform in self.transforms:
             if not isinstance(transform, StepTransform):
-                batch = _given(transform, _forward(transform, batch, numbers))
+                batch = _require_result(transform, _forward(transform, batch, numbers))
         return batch
 
     @property
@@ -141,7 +141,7 @@ class Compose:
     def apply(self, batch: Any, view: StepView) -> Any:
         """Apply the step transforms to a batch; `finish` applies the others."""
         for step, seen in view.seen:
-            batch = _given(step, step.apply(batch, seen))
+            batch = _require_result(step, step.apply(batch, seen))
         return batch
 
     def read(
@@ -347,7 +347,7 @@ def _parts(transform: Any) -> tuple[Any, ...]:
     return (transform,)
 
 
-def _given(transform: Any, made: Any) -> Any:
+def _require_result(transform: Any, made: Any) -> Any:
     if made is None:
         raise TypeError(f"{transform!r} returned None; a transform must return the transformed batch")
     return made

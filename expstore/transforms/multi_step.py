@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from expstore.core.values import Array, IntArray, Key, given_key, key_name, to_key
+from expstore.core.values import Array, IntArray, Key, check_key, key_name, to_key
 from expstore.errors import NotFoundError
 from expstore.kernels.loader import compiling
 from expstore.schema.schema import Schema
@@ -20,8 +20,8 @@ from expstore.transforms.base import (
     StepTransform,
     StepView,
     below_next,
-    given_discount,
-    given_keys,
+    check_discount,
+    check_keys,
 )
 
 if TYPE_CHECKING:
@@ -94,15 +94,15 @@ class MultiStepTransform(StepTransform):
         mask_key: NestedKey | None = None,
     ) -> None:
         self.n_steps = n_steps
-        self.gamma = given_discount("MultiStepTransform", gamma)
-        self.reward_keys = given_keys("reward_keys", ["reward"] if reward_keys is None else reward_keys)
+        self.gamma = check_discount("MultiStepTransform", gamma)
+        self.reward_keys = check_keys("reward_keys", ["reward"] if reward_keys is None else reward_keys)
         if not self.reward_keys:
             raise ValueError('reward_keys=[] leaves nothing to sum up; leave it out for ["reward"]')
         self.done_key = "done" if done_key is None else done_key
-        self.done_keys = given_keys("done_keys", list(_DONE_KEYS) if done_keys is None else done_keys)
+        self.done_keys = check_keys("done_keys", list(_DONE_KEYS) if done_keys is None else done_keys)
         self.mask_key = "mask" if mask_key is None else mask_key
-        given_key("done_key", self.done_key)
-        given_key("mask_key", self.mask_key)
+        check_key("done_key", self.done_key)
+        check_key("mask_key", self.mask_key)
         self._moved: tuple[Schema, tuple[NestedKey, ...], frozenset[int]] | None = None
 
     @property
@@ -134,10 +134,10 @@ class MultiStepTransform(StepTransform):
         rewards = (view.floats(ids, below_next(key)) for key in self.reward_keys)
         found = [step_sums.sum_steps(values, steps, self.gamma) for values in rewards]
         view.next_ids = ids[np.arange(steps.size), steps - 1]
-        view.moved |= self._moved_in(view.storage)
+        view.moved |= self._find_moved(view.storage)
         return _Seen(steps, found)
 
-    def _moved_in(self, storage: ReadView) -> frozenset[int]:
+    def _find_moved(self, storage: ReadView) -> frozenset[int]:
         """Return the positions of the fields that are read from the last step."""
         schema = storage.require_schema()
         known, asked = self._moved, (*self.reward_keys, *self.done_keys)

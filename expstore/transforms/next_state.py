@@ -21,8 +21,8 @@ from expstore.transforms.base import (
     StepView,
     below_next,
     check_fill,
-    given_fill,
-    given_keys,
+    check_keys,
+    convert_fill,
     refuse_given,
 )
 
@@ -87,8 +87,8 @@ class NextStateReconstructor(StepTransform):
             step_count_key=(step_count_key, None),
             strict=(strict, True),
         )
-        self.keys = tuple(given_keys("keys", keys))
-        self.fill_value = given_fill("fill_value", fill_value)
+        self.keys = tuple(check_keys("keys", keys))
+        self.fill_value = convert_fill("fill_value", fill_value)
         self.in_keys: list[NestedKey] = []  # it reads the store
         self.out_keys: list[NestedKey] = [below_next(key) for key in self.keys]
 

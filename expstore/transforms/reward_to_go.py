@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from expstore.core.values import Array, IntArray, given_key, to_key
+from expstore.core.values import Array, IntArray, check_key, to_key
 from expstore.kernels.loader import compiling
-from expstore.transforms.base import StepTransform, StepView, below_next, given_discount, keys_of
+from expstore.transforms.base import StepTransform, StepView, below_next, check_discount, keys_of
 
 __all__ = ["Reward2GoTransform"]
 
@@ -58,10 +58,10 @@ class Reward2GoTransform(StepTransform):
     ) -> None:
         if gamma is None:
             raise ValueError("gamma=None is not a discount; leave gamma out for no discount (1.0)")
-        self.gamma = given_discount("Reward2GoTransform", gamma)
+        self.gamma = check_discount("Reward2GoTransform", gamma)
         self.in_keys, self.out_keys = keys_of(in_keys, out_keys, [("next", "reward")])
         self.done_key: NestedKey = "done" if done_key is None else done_key
-        given_key("done_key", self.done_key)
+        check_key("done_key", self.done_key)
 
     def look(self, view: StepView) -> list[Array]:
         """Sum the rewards from each row on.

@@ -137,7 +137,7 @@ class Codec:
             math.prod(entry.shape) * (2 if entry.dtype == "complex64" else 1) for entry in schema.fields
         ]
 
-    def having(self, names: Collection[str]) -> Codec:
+    def with_fields(self, names: Collection[str]) -> Codec:
         """Return the codec for rows that have only these columns: fields added later may be missing."""
         given, schema = set(names), self.schema
         fields = [
@@ -241,7 +241,7 @@ class Codec:
                 values = np.unpackbits(part, count=count, bitorder="little").view(wire)
             else:
                 values = part[: count * wire.itemsize].view(wire)
-            columns.append(_shaped(entry, values, rows))
+            columns.append(_to_rows(entry, values, rows))
         return columns
 
     def check(self, arrow_schema: Any) -> None:
@@ -350,7 +350,7 @@ class Encoder:
         Raises:
             SchemaError: An entry cannot be sent.
         """
-        kind, columns = self._taken(data)
+        kind, columns = self._take_columns(data)
         return kind.codec.encode(columns, kind.arrow_schema)
 
     def message(self, data: TensorDictBase) -> Message:
@@ -362,10 +362,10 @@ class Encoder:
         Raises:
             SchemaError: An entry cannot be sent.
         """
-        kind, columns = self._taken(data)
+        kind, columns = self._take_columns(data)
         return Message(kind.arrow_schema, kind.message(columns))
 
-    def _taken(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
+    def _take_columns(self, data: TensorDictBase) -> tuple[_Kind, Sequence[Any]]:
         """Return the kind of a batch, and its columns."""
         keys: list[Key] = []
         leaves: list[Any] = []
@@ -453,7 +453,7 @@ class Decoder:
         Raises:
             SchemaError: The columns are not rows that can be read.
         """
-        known = self._known(batch.schema)
+        known = self._find_known(batch.schema)
         return known.codec.build(known.codec.decode(batch, memory), known.told.batch_size, known.told.names)
 
     def read(self, frame: Frame) -> TensorDict:
@@ -462,13 +462,13 @@ class Decoder:
         Raises:
             SchemaError: The columns are not rows that can be read.
         """
-        known = self._known(frame.schema)
+        known = self._find_known(frame.schema)
         if known.buffers is None or not frame.plain:
             return self.decode(frame.batch(), frame.memory if frame.plain else None)
         columns = known.codec.read(frame, known.buffers)
         return known.codec.build(columns, known.told.batch_size, known.told.names)
 
-    def _known(self, schema: Any) -> _Known:
+    def _find_known(self, schema: Any) -> _Known:
         for known in self._last:
             if known.schema is schema or known.schema.equals(schema, check_metadata=True):
                 return known
@@ -650,10 +650,10 @@ def _from_arrow(entry: Field, array: Any, base: _Memory | None) -> Any:
             array = inner if whole else array.flatten()
         else:
             break
-    return _shaped(entry, _values(array, _WIRE[entry.dtype], base), count)
+    return _to_rows(entry, _values(array, _WIRE[entry.dtype], base), count)
 
 
-def _shaped(entry: Field, values: Array, count: int) -> Array:
+def _to_rows(entry: Field, values: Array, count: int) -> Array:
     """Return `count` rows of a field from their values in Arrow."""
     if entry.dtype == "bfloat16":
         bits = values.view(np.uint32)

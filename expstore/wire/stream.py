@@ -74,7 +74,7 @@ class StreamWriter:
             SchemaError: Its schema differs from that of the first batch (kind "changed").
         """
         self._begin(batch.schema)
-        self._add(batch.serialize() if self._options.compression is None else self._packed(batch))
+        self._add(batch.serialize() if self._options.compression is None else self._pack(batch))
 
     def write_message(self, schema: Any, message: Any) -> None:
         """Append a record batch that is serialized already; its buffers are not compressed.
@@ -97,7 +97,7 @@ class StreamWriter:
             raise SchemaError("the fields have changed since the stream began", kind="changed",
                               hint="open a new stream")  # fmt: skip
 
-    def _packed(self, batch: Any) -> Any:
+    def _pack(self, batch: Any) -> Any:
         whole = write_stream(batch, compression=self._options.compression)
         head = len(batch.schema.serialize())
         return whole.slice(head, len(whole) - head - len(END))

@@ -45,7 +45,7 @@ def take_table(
     table = data.drop_columns([name for name in data.column_names if name in skip])
     if not table.num_columns:
         raise SchemaError("the table has no columns", hint="give a column for each field")
-    codec = None if known is None else Codec(known).having(table.column_names)
+    codec = None if known is None else Codec(known).with_fields(table.column_names)
     told = meaning_of(table.schema, codec)
     codec = Codec(told.schema)
     batches = table.combine_chunks().to_batches() or [

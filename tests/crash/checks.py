@@ -137,7 +137,7 @@ def check_archive(rb: TensorDictReplayBuffer, state: Ledger) -> None:
     if not state.spec.archived:
         return
     kept, spec, ids = rb.storage, state.spec, state.ever
-    left = kept.archived()
+    left = kept.open_archive()
     if left is None:  # a power cut before the new store recorded its archive
         expect(not ids.size, f"the store has no archive, expected {ids.size} rows")
         return
@@ -205,7 +205,7 @@ def check_sums(rb: TensorDictReplayBuffer) -> None:
     if group is None:
         return
     pieces = rb.storage.geometry.runs(window.low + 1, window.size) if window.size else []
-    lacking = sums.missing(blocks_of(pieces))
+    lacking = sums.find_missing(blocks_of(pieces))
     expect(not lacking, f"blocks {sorted(lacking)} hold readable rows and have no checksums")
     for block in range(sums.blocks):
         entry = sums.entry(block)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from expstore.buffers.tensordict import TensorDictReplayBuffer
-from expstore.disk.files import Disk, File, _failed
+from expstore.disk.files import Disk, File, _to_error
 from expstore.errors import ExpStoreError, LockedError, StateError, StorageError
 from expstore.storages.engine import engine
 from expstore.storages.engine.opening import Opening
@@ -166,7 +166,7 @@ class FaultyDisk(Disk):
             try:
                 self.gate(act, path)
             except OSError as exc:
-                raise _failed(act, path, exc) from exc
+                raise _to_error(act, path, exc) from exc
 
     def open(self, path: Path, *, create: bool = False, write: bool = True) -> File:
         file = super().open(path, create=create, write=write)

@@ -214,7 +214,7 @@ def give_back_first(deletion: Any, going: IdSet) -> tuple[IdSet, IdSet]:
     """Free segments before the record is written, which the protocol forbids."""
     rows = deletion._engine.rows
     (segments,), window = rows.columns.shared, rows.window
-    segments.note_left(window.low, window.deleted.joined(going))
+    segments.note_left(window.low, window.deleted.join(going))
     segments.give_up()
     return RECORD(deletion, going)
 

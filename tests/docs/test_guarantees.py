@@ -15,6 +15,8 @@ import pytest
 from tests.support.paths import ROOT
 
 TEXT = (ROOT / "GUARANTEES.md").read_text()
+#: The name of a test as it stands in a table.
+CELL = r"`tests/[\w/]+\.py::test_\w+`"
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 #: Where no test is asked for: what is not promised has none.
 NOT_PROMISED = "## What is not promised"
@@ -47,9 +49,11 @@ def test_named_tests_are_there(request: pytest.FixtureRequest) -> None:
 
 def test_every_promise_names_a_test() -> None:
     promised = TEXT[: TEXT.index(NOT_PROMISED)]
-    points = [" ".join(point.split()) for point in re.findall(r"^- (?:.+\n)+?(?=- |\n|\Z)", promised, re.M)]
-    assert len(points) > 20
-    assert not [point for point in points if "::test_" not in point]
+    tables = re.findall(r"^\| Guarantee \| Tests \|\n\|---\|---\|\n((?:\|.+\|\n)+)", promised, re.M)
+    assert len(tables) == len(re.findall("^## ", promised, re.M))
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 100
+    assert not [row for row in rows if not re.fullmatch(rf"\| [^|]+ \| {CELL}(<br>{CELL})* \|", row)]
     assert len(NAMED) > 30
 
 

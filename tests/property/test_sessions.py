@@ -434,7 +434,7 @@ def client(server: Serving) -> expstore.RemoteReplayBuffer:
 
 
 def store_of(server: Serving) -> Any:
-    return server.app.state.stores.served("run")
+    return server.app.state.stores.get("run")
 
 
 def two_clients(path: Path, source: str | None) -> None:

@@ -36,7 +36,7 @@ import google_crc32c
 from expstore.buffers.retention import PolicyRunner
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
-from expstore.disk.files import _failed
+from expstore.disk.files import _to_error
 from expstore.errors import ExpStoreError
 from expstore.storages.arrow import ArrowStorage
 from expstore.storages.engine import engine
@@ -129,11 +129,11 @@ class TracingDisk(RecordingDisk):
     def gate(self, act: str, path: Path) -> None:
         super().gate(act, path)
         if self.ended:
-            raise _failed(act, path, OSError(errno.EIO, "the process has ended"))
+            raise _to_error(act, path, OSError(errno.EIO, "the process has ended"))
         if self._fault is not None and act == self._fault[0] and self._fault[1] in str(path):
             code, self._fault = self._fault[2], None
             self.events.append(Event("FAILS", path, data=act))
-            raise _failed(act, path, OSError(code, os.strerror(code)))
+            raise _to_error(act, path, OSError(code, os.strerror(code)))
         if act == "create":
             self.events.append(Event("create", path))
 

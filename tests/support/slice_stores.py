@@ -175,7 +175,7 @@ class World:
         lost = ids[first : first + count].tolist()
         self.rb.close()
         manifest = Manifest.load(Disk(), self.path)
-        deleted = manifest.deleted.joined(IdSet.of((id, id) for id in lost))
+        deleted = manifest.deleted.join(IdSet.of((id, id) for id in lost))
         manifest.replace(deleted=deleted).save(Disk(), self.path)
         self.model.give_up(first, len(lost))
         self.model.reopen()

@@ -94,3 +94,55 @@ def test_a_retired_word_is_found(module: str, source: str) -> None:
 def test_other_words_pass() -> None:
     source = "def returned(threshold, transforms, outdoor): return 'turn', Formset, lawful"
     assert list(find_retired("holding", source)) == []
+
+
+# Functions.
+
+#: Past participles without the ending -ed.
+IRREGULAR = {
+    "begun", "broken", "built", "caught", "chosen", "done", "drawn", "fallen", "forgotten", "found",
+    "frozen", "given", "gone", "got", "grown", "held", "hidden", "kept", "known", "laid", "left",
+    "lost", "made", "met", "outgrown", "overwritten", "paid", "remade", "said", "seen", "sent", "shown",
+    "sold", "spent", "stuck", "sunk", "taken", "thought", "told", "torn", "undone", "won", "worn",
+    "woven", "written",
+}  # fmt: skip
+#: Words with the ending -ed that are no participles.
+NO_PARTICIPLES = {"embed", "exceed", "feed", "need", "proceed", "ragged", "seed"}
+ALLOWED = {
+    "compiled": "a decorator",
+    "compiled_for_c": "a decorator",
+    "completed": "called after the fsync of a checkpoint record (Checkpointed)",
+    "normalized_score": "D4RL's name",
+    "required_keys": "TorchRL's name",
+    "synced": "called after the fsync of a checkpoint's files (Checkpointed)",
+}
+
+
+def find_participles(source: str) -> Iterator[str]:
+    """Yield a message for each function, except properties, whose name begins with a past participle."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in ALLOWED:
+            continue
+        if any(re.search(r"property|\.setter", ast.unparse(mark)) for mark in node.decorator_list):
+            continue
+        first = node.name.strip("_").split("_")[0]
+        if first in IRREGULAR or (first.endswith("ed") and first not in NO_PARTICIPLES):
+            yield f"{node.lineno}: {node.name}: the name of a function is a verb"
+
+
+def test_no_function_is_named_by_a_participle() -> None:
+    files = python_files("expstore", "api")
+    found = [
+        f"{file.relative_to(ROOT)}:{message}" for file in files for message in find_participles(read(file))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["joined", "_taken", "stored_rows", "_told_before"])
+def test_a_participle_is_found(name: str) -> None:
+    assert len(list(find_participles(f"class A:\n    def {name}(self): ..."))) == 1
+
+
+def test_verbs_and_properties_pass() -> None:
+    source = "class A:\n    def read_rows(self): ...\n    @property\n    def closed(self): ..."
+    assert list(find_participles(source)) == []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import NonTensorData, TensorDictBase
 
-from expstore.buffers.arguments import called
+from expstore.buffers.arguments import resolve_part
 from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.datasets.buffers.preprocessing import map_rows
 from expstore.datasets.buffers.split_store import make_split_store, split_path
@@ -102,7 +102,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
         self._collection = data_folder(origin.name) if root is None else local_path(root)
         self._is_split = split_trajs
         self._is_on_disk = rows is None
-        drawing = None if sampler is None else adapt(called(sampler, "sample"))
+        drawing = None if sampler is None else adapt(resolve_part(sampler, "sample"))
         if rows is not None:
             storage: ReadView = TensorStorage(rows)
         else:

@@ -47,14 +47,14 @@ def make_split_store(path: Path, *, again: bool = False) -> Path:
         episodes = rows.sql("SELECT episode_id, length FROM episodes ORDER BY episode_id").fetchall()
         longest = max(length for _, length in episodes)
         for episode, _ in episodes:
-            made.extend(_padded(rows.trajectory(episode), longest))
+            made.extend(_pad(rows.trajectory(episode), longest))
     disk.remove_tree(target)
     disk.rename(building, target)
     disk.sync_dir(target.parent)
     return target
 
 
-def _padded(rows: TensorDictBase, length: int) -> TensorDict:
+def _pad(rows: TensorDictBase, length: int) -> TensorDict:
     """Return a trajectory as one row, padded to `length` steps."""
     count = rows.batch_size[0]
     found = TensorDict({}, [1])

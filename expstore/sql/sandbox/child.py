@@ -75,7 +75,7 @@ def main(told: Mapping[str, Any]) -> None:
     path, own = Path(told["path"]), Path(__file__).parent.parent.parent
     libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platlib", "purelib")]
     code = [*libraries, *map(Path, told["code"]), own, own / "migrations"]
-    places = [path, *_archive_places(path), *_SYSTEM, *code]
+    places = [path, *_find_archive(path), *_SYSTEM, *code]
     confined = restrict(places) if alone else "no landlock: a library has started threads"
     # Not in the main thread: there the index would run each query in a second thread, to allow Ctrl-C.
     thread = threading.Thread(target=_serve, args=(path, told["memory"], confined))
@@ -83,7 +83,7 @@ def main(told: Mapping[str, Any]) -> None:
     thread.join()
 
 
-def _archive_places(path: Path) -> list[Path]:
+def _find_archive(path: Path) -> list[Path]:
     """Return the folders with the store's archived rows."""
     with contextlib.suppress(ExpStoreError):  # opening the store reports what is wrong with it
         noted = Manifest.load(Disk(), path).archive
@@ -96,7 +96,7 @@ def _serve(path: Path, memory: int, confined: str) -> None:
         try:
             child = _Child(path, memory)
         except Exception as exc:
-            send(pipe, _told(_as_ours(exc)))
+            send(pipe, _pack_error(_as_ours(exc)))
             return
         send(pipe, {"ready": confined})
         child.serve(pipe)
@@ -150,8 +150,8 @@ class _Child:
             try:
                 words, body = self._answer(asked)
             except Exception as exc:
-                words, body = _told(_as_ours(exc)), b""
-            words["retire"] = words.get("kind", "query") != "query" or self._outgrown()
+                words, body = _pack_error(_as_ours(exc)), b""
+            words["retire"] = words.get("kind", "query") != "query" or self._is_outgrown()
             signal.setitimer(signal.ITIMER_REAL, 0)
             send(pipe, words, body)
 
@@ -169,7 +169,7 @@ class _Child:
         finally:
             bound_data(None)
 
-    def _outgrown(self) -> bool:
+    def _is_outgrown(self) -> bool:
         """Return whether to restart the process, because it retains much memory or its index has grown."""
         return self._sizes.data() > self._began + self._memory // 2 or self._index_bytes() > self._room
 
@@ -200,7 +200,7 @@ class _Take:
         rows, room = self._rows, self._size
         try:
             for batch in reader:
-                part = _fitting(batch.slice(0, rows), room)
+                part = _cut_to_fit(batch.slice(0, rows), room)
                 rows, room = rows - len(part), room - part.nbytes
                 batches.append(part)
                 if len(part) < len(batch):
@@ -228,7 +228,7 @@ def _step(types: Any) -> int:
     return max(1, min(_STEP_ROWS, _STEP_BYTES // max(1, width)))
 
 
-def _fitting(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
+def _cut_to_fit(batch: pa.RecordBatch, room: int) -> pa.RecordBatch:
     """Return the longest run of first rows that takes no more than `room` bytes."""
     low, high = 0, len(batch)
     if batch.nbytes <= room:
@@ -259,7 +259,7 @@ class _Sizes:
 _MESSAGE = 2000
 
 
-def _told(error: ExpStoreError) -> dict[str, Any]:
+def _pack_error(error: ExpStoreError) -> dict[str, Any]:
     """Serialize an error so that the parent can raise it again."""
     return {
         "error": type(error).__name__,

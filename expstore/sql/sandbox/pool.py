@@ -261,11 +261,11 @@ class _Child:
         try:
             words, _ = receive(self.pipe, most=0, deadline=began + _START_SECONDS)
             if "error" in words:
-                raise _raised(words)
+                raise _unpack_error(words)
         except (PipeError, TimeoutError) as exc:
             code = self.end()
             raise StateError(
-                f"the process for SQL has not started ({_ending(code)}): {exc}", kind="sandbox"
+                f"the process for SQL has not started ({_describe_end(code)}): {exc}", kind="sandbox"
             ) from exc
         except BaseException:
             self.end()
@@ -365,8 +365,8 @@ class _Pool:
     def _keep(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._ended() or self._lacking())
-                if self._ended():
+                self._changed.wait_for(lambda: self._is_ended() or self._lacks_child())
+                if self._is_ended():
                     return
             child, failure = None, None
             try:
@@ -382,11 +382,11 @@ class _Pool:
                     self._counts.startup_ms = round(child.seconds * 1e3, 1)
                     self._confined = child.confined
                     self._seats.idle.append(child)
-                    if self._ended():
+                    if self._is_ended():
                         self._end_idle()
                 self._changed.notify_all()
 
-    def _lacking(self) -> bool:
+    def _lacks_child(self) -> bool:
         """Return whether another child should be started."""
         seats = self._seats
         if self._failure is not None:
@@ -435,14 +435,14 @@ class _Pool:
             keep = not words.get("retire", True)
         except TimeoutError:
             self._count("killed")
-            raise self._too_slow() from None
+            raise self._build_timeout_error() from None
         except PipeError:
             self._fall(child)
         finally:
             self._give_back(child, keep=keep)
         if "error" in words:
             self._count("refused")
-            raise _raised(words)
+            raise _unpack_error(words)
         self._count("answered")
         ms = round((time.monotonic() - began) * 1e3, 3)
         return Answer(body, int(words["rows"]), bool(words["truncated"]), ms)
@@ -453,15 +453,15 @@ class _Pool:
         self.check_open()  # `close` may have ended the child
         if code == -signal.SIGALRM:  # this process was stopped and did not kill the child in time
             self._count("killed")
-            raise self._too_slow() from None
+            raise self._build_timeout_error() from None
         self._count("died")
         raise QueryError(
-            f"the process that ran the query crashed ({_ending(code)})",
+            f"the process that ran the query crashed ({_describe_end(code)})",
             kind="died",
             hint="the next query runs in a new process",
         ) from None
 
-    def _too_slow(self) -> QueryError:
+    def _build_timeout_error(self) -> QueryError:
         return QueryError(
             f"the query took more than {self._limits.seconds:g} s",
             kind="timeout",
@@ -497,7 +497,7 @@ class _Pool:
             self._seats.busy.discard(child)
             if keep:
                 self._seats.idle.append(child)
-            if self._ended():
+            if self._is_ended():
                 self._end_idle()
             self._changed.notify_all()
 
@@ -519,7 +519,7 @@ class _Pool:
             children = sorted(child.process.pid for child in (*self._seats.idle, *self._seats.busy))
             return {**asdict(self._counts), "pids": children, "confined": self._confined}
 
-    def _ended(self) -> bool:
+    def _is_ended(self) -> bool:
         return self._closed
 
     def _end_idle(self) -> None:
@@ -540,7 +540,7 @@ class _Pool:
         self._keeper.join()
 
 
-def _ending(code: int) -> str:
+def _describe_end(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -548,7 +548,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}"
 
 
-def _raised(words: Mapping[str, Any]) -> ExpStoreError:
+def _unpack_error(words: Mapping[str, Any]) -> ExpStoreError:
     """Return the error that a child reported; only errors of expstore's tree are possible."""
     kind = getattr(errors, str(words["error"]), None) if words["error"] in errors.__all__ else None
     kind = kind or ExpStoreError

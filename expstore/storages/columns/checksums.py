@@ -192,7 +192,7 @@ class Checksums(Checkpointed):
         """Return a copy of all entries, one per block, as they were at the last sync."""
         return self._entries.copy()
 
-    def missing(self, blocks: Iterable[int]) -> set[int]:
+    def find_missing(self, blocks: Iterable[int]) -> set[int]:
         """Return the blocks of `blocks` that have no sums."""
         return {
             block
@@ -275,7 +275,7 @@ class Checksums(Checkpointed):
             seal_entry(entry, generation=generation, sequence=0)
         self._write(todo)
 
-    def rearranged(self, places: Sequence[int], new: FlatColumn | None = None) -> bytes:
+    def rearrange(self, places: Sequence[int], new: FlatColumn | None = None) -> bytes:
         """Return a whole file for other columns. Sums and stamps are kept; only `new` is read.
 
         Args:

@@ -231,7 +231,7 @@ class Part(ABC):
         """The average size of a row in memory, bytes."""
 
     @abstractmethod
-    def used_bytes(self, rows: int) -> float:
+    def measure_row_bytes(self, rows: int) -> float:
         """Return the average disk space of a row, bytes, if there are `rows` rows."""
 
     @abstractmethod

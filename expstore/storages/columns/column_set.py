@@ -166,9 +166,9 @@ class ColumnSet:
         """The average size of a row in memory, bytes."""
         return sum(part.mean_bytes for part in self.parts)
 
-    def used_bytes(self, rows: int) -> float:
+    def measure_row_bytes(self, rows: int) -> float:
         """Return the average disk space of a row, bytes, if there are `rows` rows."""
-        return sum(part.used_bytes(rows) for part in self.parts)
+        return sum(part.measure_row_bytes(rows) for part in self.parts)
 
     @property
     def damaged(self) -> list[str]:

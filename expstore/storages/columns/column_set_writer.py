@@ -190,19 +190,17 @@ class WritableColumns(ColumnSet, Checkpointed):
             place: The position of the new column.
             column: The column, with room for as many rows as the other columns.
         """
-        return self._renumbered(lambda n: n + (n >= place), {place: column})
+        return self._renumber(lambda n: n + (n >= place), {place: column})
 
     def without(self, place: int) -> WritableColumns:
         """Return a set without a column; this set must not be written to afterwards."""
-        return self._renumbered(lambda n: None if n == place else n - (n > place), {})
+        return self._renumber(lambda n: None if n == place else n - (n > place), {})
 
-    def _renumbered(
-        self, number: Callable[[int], int | None], added: dict[int, FlatColumn]
-    ) -> WritableColumns:
+    def _renumber(self, number: Callable[[int], int | None], added: dict[int, FlatColumn]) -> WritableColumns:
         twin = copy.copy(self)
         flat = added | {new: one for n, one in self.flat.items() if (new := number(n)) is not None}
         packed = {new: one for n, one in self.packed.items() if (new := number(n)) is not None}
-        variable = [fields.renumbered(number) for fields in self._variable]
+        variable = [fields.renumber(number) for fields in self._variable]
         twin._arrange(dict(sorted(flat.items())), packed, variable)
         return twin
 
@@ -314,7 +312,7 @@ class WritableColumns(ColumnSet, Checkpointed):
             for file, _, _, _ in column.spans(slot, min(n, column.ready - slot))
         }
 
-    def unsynced_files(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
+    def find_unsynced_files(self, pieces: Iterable[tuple[int, int, int]]) -> set[File]:
         """Return the files of these slots, and those that were appended to since the last checkpoint."""
         return self.files_of(pieces).union(*(appender.touched_files for appender in self._appenders))
 

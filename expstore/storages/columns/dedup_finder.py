@@ -63,7 +63,7 @@ class NextRows:
         mine = rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
         theirs = next_rows.reshape(-1).view(np.uint8).reshape(-1, self._row_bytes)
         found = np.zeros(len(mine), np.int64)
-        done = 0 if place == self._next else self._told_before(place, mine, theirs, found)
+        done = 0 if place == self._next else self._copy_told(place, mine, theirs, found)
         if not done and place != self._next:
             self._begin(place)
         for start in range(done, len(mine), self._reach):
@@ -74,7 +74,7 @@ class NextRows:
         self._told = place, found
         return found
 
-    def _told_before(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
+    def _copy_told(self, place: int, rows: Bytes, next_rows: Bytes, found: IntArray) -> int:
         """Reuse the last result if the same rows are passed again; return how many rows it covers."""
         first, before = self._told
         count = before.size

@@ -492,7 +492,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
 
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
         """Return how the field is stored on disk; see `Column`."""
-        used = self._disk.used(self.folder) if self._disk.exists(self.folder) else 0
+        used = self._disk.measure_space(self.folder) if self._disk.exists(self.folder) else 0
         if self.fault is not None:
             return FieldSize(None, None, None, used, None, None, self.row_bytes)
         # Rows that were never written, for example flags that are never set, take less space.
@@ -504,7 +504,7 @@ class FlatColumn(Column, ReadPart, WrittenPart):
         """The size of a row in memory, bytes."""
         return self.row_bytes
 
-    def used_bytes(self, rows: int) -> float:
+    def measure_row_bytes(self, rows: int) -> float:
         """Return the disk space of a row, bytes."""
         return self.row_bytes
 

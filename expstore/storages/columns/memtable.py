@@ -288,7 +288,7 @@ class Memtable(RowsOver, Generic[_Pin]):
         self.replaced: ReplacedRows[_Pin] = ReplacedRows()
         #: Id of the first recent row, and their number. One tuple, so that readers never see half an update.
         self.span = (0, 0)
-        self._lock = order.ranked("tail", threading.RLock())
+        self._lock = order.rank_lock("tail", threading.RLock())
         self._priorities = priorities
         self._batches: list[tuple[int, bytes]] = []
 

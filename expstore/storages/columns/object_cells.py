@@ -39,7 +39,7 @@ class Cells:
     def __len__(self) -> int:
         return self._rows.size
 
-    def grown(self, size: int) -> Cells:
+    def grow(self, size: int) -> Cells:
         """Return a longer column that begins with these rows."""
         longer = Cells.__new__(Cells)
         longer._kind = self._kind

@@ -171,7 +171,7 @@ class StoredPriorities(Priorities):
     def __init__(self, order: LockOrder, former: Priorities | None = None) -> None:
         super().__init__(former)
         known = former.lock if isinstance(former, StoredPriorities) else None
-        self.lock: threading.Lock = known or order.ranked("priorities", threading.Lock())
+        self.lock: threading.Lock = known or order.rank_lock("priorities", threading.Lock())
         self._dirty = np.zeros(0, bool)
 
     def load(self, values: Array, *, dirty: bool) -> None:

@@ -70,35 +70,35 @@ class StoredFields:
         """
         store, health = self._store, self._engine.health
         self._refuse_archive(new_field.entry.key)
-        with self._engine.reshaping.act(), self._tidying():
+        with self._engine.reshaping.act(), self._clean_up_on_error():
             with store.lock:
                 store.writer()
                 check_new_field(store, new_field.entry)
-                schema = store.require_schema().grown(new_field.entry, new_field.default)
+                schema = store.require_schema().grow(new_field.entry, new_field.default)
                 refuse_objects(schema)
                 plan = self._plan("add", new_field.entry.key, store.require_schema())
-                with health.guarding():
+                with health.guard():
                     building = _Building(store, plan, new_field.entry)
             with contextlib.closing(building):
                 filler = Filler(store, new_field, building)
-                with health.guarding():
+                with health.guard():
                     filler.run_ahead()
                     building.sync()  # most of the bytes: other threads wait for the sync of the rest
                 with store.lock:
                     store.writer()
                     if store.require_schema() is not building.schema:
                         raise StateError("the store's fields have changed", hint="add the field again")
-                    with health.guarding():
+                    with health.guard():
                         building.reach()
                         filler.finish()
-                    with self._one_act():
+                    with self._act_at_once():
                         building.sync()
                         self._add(plan, schema, building, new_field.specs)
 
     def _add(self, plan: Plan, schema: Schema, building: _Building, specs: str) -> None:
         group, sums, column = self._columns(), self._checksums(), building.column
         place = len(schema.fields) - 1
-        packed = sums.rearranged([*range(place), -1, *range(place, len(group.summed))], column)
+        packed = sums.rearrange([*range(place), -1, *range(place, len(group.summed))], column)
         disk, path = self._engine.disk, self._engine.path
         begin_late(disk, path, plan, packed, built=building.about, folders=sorted(building.folders))
         building.take_place()
@@ -119,7 +119,7 @@ class StoredFields:
         """
         store, engine = self._store, self._engine
         self._refuse_archive(key)
-        with engine.reshaping.act(), self._tidying(), store.lock:
+        with engine.reshaping.act(), self._clean_up_on_error(), store.lock:
             store.writer()
             check_going(store, key)
             schema = store.require_schema().without(key)
@@ -127,9 +127,9 @@ class StoredFields:
             plan = self._plan("drop", key, schema)
             group, sums = self._columns(), self._checksums()
             group.check_removable(place)
-            with self._one_act():
+            with self._act_at_once():
                 kept, summed = group.without(place), places_without(len(group.summed), place)
-                begin_late(engine.disk, engine.path, plan, sums.rearranged(summed))
+                begin_late(engine.disk, engine.path, plan, sums.rearrange(summed))
                 self._commit(plan, schema, specs, kept)
                 group.close_dropped(kept)
 
@@ -153,7 +153,7 @@ class StoredFields:
         return Plan.of("add" if act == "add" else "drop", key, others, self._engine.manifest.column_set + 1)
 
     @contextlib.contextmanager
-    def _tidying(self) -> Iterator[None]:
+    def _clean_up_on_error(self) -> Iterator[None]:
         """Remove the new files if the block fails."""
         try:
             yield
@@ -164,14 +164,14 @@ class StoredFields:
             raise
 
     @contextlib.contextmanager
-    def _one_act(self) -> Iterator[None]:
+    def _act_at_once(self) -> Iterator[None]:
         """Run the block while no record after the newest checkpoint refers to the former columns.
 
         The caller holds the storage's lock. Later readers of the journal see only new columns.
         """
         engine = self._engine
         engine.checkpoint()
-        with engine.checkpointer.lock, engine.health.guarding():
+        with engine.checkpointer.lock, engine.health.guard():
             if engine.health.needs_recovery or engine.checkpointer.is_pinned or engine.is_behind:
                 raise StateError(f"{engine.path} could not be synced", hint="try again")
             try:

@@ -46,7 +46,7 @@ __all__ = [
     "Left",
     "archive_path",
     "archive_trouble",
-    "archived_schema",
+    "to_archive_schema",
     "with_left",
 ]
 
@@ -127,7 +127,7 @@ class Archive:
     def __init__(self, storage: Store, order: LockOrder, *, made: bool = False) -> None:
         self.storage = storage
         self._made = made
-        self.lock = order.ranked("archive", threading.Lock())
+        self.lock = order.rank_lock("archive", threading.Lock())
         self._content = -1
         #: Every row of the ring up to this id is archived, was never written, or was removed from the ring.
         self.through = 0
@@ -199,7 +199,7 @@ class Archive:
     def check_fields(self, schema: Schema) -> None:
         """Raise StateError if the ring's rows have other fields than the archived rows."""
         own = self.storage.schema
-        if own is not None and own.fields != archived_schema(schema).fields:
+        if own is not None and own.fields != to_archive_schema(schema).fields:
             raise StateError(
                 f"the archive {self.storage.path} has {own!r}, the store {schema!r}",
                 kind="mismatch",
@@ -229,7 +229,7 @@ class Archive:
             if int(left.ids[0]) <= self.through:
                 raise StateError(f"{storage.path} already has rows up to {self.through}", hint="try again")
             if storage.schema is None:
-                there = archived_schema(schema)
+                there = to_archive_schema(schema)
                 storage.prepare(there, keys_for(storage, there))
             first, count = storage.last + 1, left.ids.size
             ids = np.arange(first, first + count)
@@ -239,7 +239,7 @@ class Archive:
             new = [] if known else [NewSource(source, _SOURCE, True, *_SESSION)]
             segments = _segments(left, first, source, _Facts(left.columns, keys, schema), going, sure)
             self._reopen({segment.episode for segment in segments})
-            segments = self._begun_again(segments)
+            segments = self._restart_episodes(segments)
             assignment = Assignment(segments, numbers, new)
             columns = [*left.columns, left.ids]
             storage.write(Rows(first, count, columns, assignment, int(left.times.max())))
@@ -272,7 +272,7 @@ class Archive:
                 storage.writer()
                 storage.annotate(End(now_us(), episodes=tuple(over)))
 
-    def _begun_again(self, segments: Sequence[Segment]) -> list[Segment]:
+    def _restart_episodes(self, segments: Sequence[Segment]) -> list[Segment]:
         """Restart archived episodes that continue at an earlier step because rows were deleted."""
         found, seen = list(segments), set[int]()
         for number, segment in enumerate(segments):
@@ -404,7 +404,7 @@ def _segments(left: Left, first: int, source: int, facts: _Facts, going: Going, 
     return found
 
 
-def archived_schema(schema: Schema) -> Schema:
+def to_archive_schema(schema: Schema) -> Schema:
     """Return the fields of a ring's archive: the ring's fields and `archived.id`.
 
     Raises:
@@ -476,4 +476,4 @@ def with_left(storage: Ring, window: Window, after: int) -> Window:
     ids = np.arange(after + 1, window.low + 1)
     parts = storage.views([place], after + 1, ids.size)[0] if ids.size else []
     stored = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return Window(after, window.last, window.deleted.joined(IdSet.of_ids(ids[stored != ids])))
+    return Window(after, window.last, window.deleted.join(IdSet.of_ids(ids[stored != ids])))

@@ -21,7 +21,7 @@ from expstore.errors import ExpStoreError, StateError
 from expstore.schema.row_fields import ROW_BYTES, ROW_FIELDS
 from expstore.schema.schema import Schema
 from expstore.storages.batch import Rows
-from expstore.storages.engine.archive import Archive, Going, Left, archive_path, archived_schema, with_left
+from expstore.storages.engine.archive import Archive, Going, Left, archive_path, to_archive_schema, with_left
 from expstore.storages.engine.engine import Engine
 from expstore.storages.engine.opening import Opened
 from expstore.storages.format.manifest import Manifest
@@ -126,7 +126,7 @@ class Archiver:
 
     def check_fields(self, schema: Schema) -> None:
         """Raise StateError or SchemaError if rows with these fields cannot be archived."""
-        archived_schema(schema)
+        to_archive_schema(schema)
         self.archive.check_fields(schema)
 
     def check_content(self, manifest: Manifest) -> None:
@@ -216,8 +216,8 @@ class Archiver:
             self._copy(engine.rows.last)
             archive.settle()
             archive.expect(rows.first_id)
-            for left in _passing(rows, skipped, archive.most):
-                archive.append(left, keys, schema, _none, sure=False)
+            for left in _split_rows(rows, skipped, archive.most):
+                archive.append(left, keys, schema, _build_no_flags, sure=False)
             archive.settle()
 
     def meet(self) -> None:
@@ -250,7 +250,7 @@ class Archiver:
             last = int(left.ids[-1])
             # Above that id, an episode may continue in a batch that is being written.
             sure = last <= engine.rows.window.low
-            archive.append(left, keys, schema, self._going_behind(last, behind), sure=sure)
+            archive.append(left, keys, schema, self._make_going(last, behind), sure=sure)
         archive.pass_over(through)
 
     def _newest_left(self, window: Window) -> dict[int, int]:
@@ -280,7 +280,7 @@ class Archiver:
                 yield Left(ids, columns[:fields], episodes, steps, times)
                 at += rows
 
-    def _going_behind(self, through: int, behind: Mapping[int, int]) -> Going:
+    def _make_going(self, through: int, behind: Mapping[int, int]) -> Going:
         """Return a function: whether episodes have, or may still get, rows with an id above `through`.
 
         Args:
@@ -288,12 +288,12 @@ class Archiver:
             behind: The newest row of each episode among those that have left the window.
         """
 
-        def going(episodes: IntArray) -> Array:
+        def find_going(episodes: IntArray) -> Array:
             known = self._open_behind(through)
             flags = [number in known or behind.get(number, 0) > through for number in episodes.tolist()]
             return np.array(flags, np.bool_)
 
-        return going
+        return find_going
 
     # -- closing -----------------------------------------------------------------------------------
 
@@ -334,11 +334,11 @@ def _check_place(engine: Engine, place: Path, *, known: bool) -> None:
         )
 
 
-def _none(episodes: IntArray) -> Array:
+def _build_no_flags(episodes: IntArray) -> Array:
     return np.zeros(episodes.size, np.bool_)
 
 
-def _passing(rows: Rows, count: int, most: int) -> Iterator[Left]:
+def _split_rows(rows: Rows, count: int, most: int) -> Iterator[Left]:
     """Yield the first `count` rows of a batch in pieces of at most `most` rows."""
     ids, episodes, steps, times = rows.assignment.numbers
     for start in range(0, count, most):

@@ -126,7 +126,7 @@ class Reshaping:
     """
 
     def __init__(self, order: LockOrder) -> None:
-        self._lock = order.ranked("reshaping", threading.RLock())
+        self._lock = order.rank_lock("reshaping", threading.RLock())
         self._inside = False
 
     @contextmanager
@@ -177,7 +177,7 @@ def check_new_field(storage: ReadView, entry: Field) -> None:
             f"each row has batch dims {list(inner)}, but field {name!r} has shape {list(entry.shape)}",
             hint=f"use the shape {[*inner, '...']}",
         )
-    if keys_for(storage, schema.grown(entry, None)) != storage.keys:
+    if keys_for(storage, schema.grow(entry, None)) != storage.keys:
         raise SchemaError(
             f"field {name!r} would mark trajectories, ends or rewards, which existing rows lack",
             hint="use another name",

@@ -120,9 +120,9 @@ class Checkpointer:
 
     def __init__(self, order: LockOrder, health: Health, disk: Disk, pool: ThreadPoolExecutor) -> None:
         #: Held while a checkpoint runs, and by threads that must exclude checkpoints.
-        self.lock = order.ranked("sync", threading.Lock())
-        self._truncating = order.ranked("cut", threading.Lock())
-        self._journal_lock = order.ranked("journal", threading.Lock())
+        self.lock = order.rank_lock("sync", threading.Lock())
+        self._truncating = order.rank_lock("cut", threading.Lock())
+        self._journal_lock = order.rank_lock("journal", threading.Lock())
         self._health, self._disk, self._pool = health, disk, pool
         self._pins: list[Pin] = []
         #: The newest row that a checkpoint covers.
@@ -162,7 +162,7 @@ class Checkpointer:
 
     def sync_journal(self, files: Iterable[File], folders: Iterable[Path]) -> None:
         """Sync segments of the journal, one thread at a time: the system reports a failed fsync only once."""
-        with self._journal_lock, self._health.guarding():
+        with self._journal_lock, self._health.guard():
             self._disk.sync_all(files, folders, None)
 
     def sync_record(self, journal: Journal) -> None:
@@ -171,7 +171,7 @@ class Checkpointer:
         The caller holds the lock of the episodes, so that no checkpoint covers a record that memory does not
         know.
         """
-        files, folders = journal.unsettled()
+        files, folders = journal.find_unsettled()
         self.sync_journal(files, folders)
         journal.settle()
 
@@ -188,7 +188,7 @@ class Checkpointer:
             StorageError: The disk failed.
         """
         with self.lock:  # if two threads sync a file at once, only one learns of a failure
-            with self._health.guarding():
+            with self._health.guard():
                 files, folders = collect()
                 try:
                     self._disk.sync_all(files, folders, self._pool)
@@ -213,7 +213,7 @@ class Checkpointer:
             if store.closed or (enough is not None and enough()):
                 return
             started = time.monotonic()
-            with self._health.guarding():
+            with self._health.guard():
                 keep = self._checkpoint(store)
             store.counters.note_sync(started)
             store.measure_space()
@@ -294,7 +294,7 @@ class Checkpointer:
             except ExpStoreError as exc:
                 # The index is derived data: if it misses segments, it is rebuilt when it is next used.
                 _logger.warning("the index is behind: %s", exc)
-            with self.lock, self._health.guarding(), store.locks.episodes:
+            with self.lock, self._health.guard(), store.locks.episodes:
                 if not store.closed and keep in store.journal.sync_files()[1:]:
                     store.journal.cut(keep)
         finally:

@@ -79,12 +79,12 @@ class Deletion:
     def columns_bytes(self) -> int:
         """Return the disk space of the columns, bytes."""
         disk, path = self._engine.disk, self._engine.path
-        return disk.used(path / COLUMNS) + disk.used(path / SEGMENTS)
+        return disk.measure_space(path / COLUMNS) + disk.measure_space(path / SEGMENTS)
 
     def bytes_per_row(self) -> float:
         """Return the disk space of a row in the columns, bytes; for packed fields the average."""
         columns = self._engine.rows.columns
-        return 1.0 if columns is None else columns.used_bytes(len(self._store))
+        return 1.0 if columns is None else columns.measure_row_bytes(len(self._store))
 
     def rows_of(self, episodes: IntArray) -> IdSet:
         """Return the ids of the readable rows of episodes, except open episodes. The lock is held."""
@@ -150,14 +150,14 @@ class Deletion:
         """
         engine, rows = self._engine, self._engine.rows
         window = rows.window
-        deleted = window.deleted.joined(going)
+        deleted = window.deleted.join(going)
         through = window.low
         if deleted and deleted.first[0] <= window.low + 1:
             through = max(through, int(deleted.last[0]))
         rest = deleted.between(through, window.last)
-        dead = deleted.joined(IdSet.of([(1, through)] if through else []))
+        dead = deleted.join(IdSet.of([(1, through)] if through else []))
         # Pages of rows deleted earlier may become free only together with these rows.
-        pages = dead.common(going.widened(_PAGE))
+        pages = dead.intersect(going.widen(_PAGE))
         body = b'{"through": %d, "blocks": %s}' % (through, str(_blocks_of(pages)).encode())
         sequence, pin = engine.append_synced(Kind.RETIRE, body)  # until the blocks are summed again
         # Raise the low watermark before the tombstones below it are dropped: a reader that sees neither would
@@ -210,10 +210,10 @@ def _ids_of(fragments: IntArray) -> IdSet:
     """Return the ids of all rows of fragments."""
     _, _, count, first, stride = fragments
     dense = (stride <= 1) | (count == 1)
-    found = IdSet.merged(first[dense], first[dense] + count[dense] - 1)
+    found = IdSet.merge(first[dense], first[dense] + count[dense] - 1)
     if dense.all():
         return found
-    return found.joined(IdSet.of_ids(all_ids(fragments[:, ~dense])))
+    return found.join(IdSet.of_ids(all_ids(fragments[:, ~dense])))
 
 
 def _live(deleted: IdSet, low: int, start: int, stop: int) -> bool:
@@ -224,5 +224,5 @@ def _live(deleted: IdSet, low: int, start: int, stop: int) -> bool:
 
 def _blocks_of(ids: IdSet) -> list[list[int]]:
     """Return the blocks of slots of these rows: per run, the first block and the one after the last."""
-    blocks = IdSet.merged((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
+    blocks = IdSet.merge((ids.first - 1) // BLOCK_ROWS, (ids.last - 1) // BLOCK_ROWS)
     return [[first, last + 1] for first, last in blocks]

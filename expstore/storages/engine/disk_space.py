@@ -61,7 +61,7 @@ class DiskSpace:
         if last + count > self.last_id:
             self.measure(last, row_bytes, ring)
             if last + count > self.last_id:
-                raise self._too_full(count, row_bytes)
+                raise self._build_full_disk_error(count, row_bytes)
 
     def check_bytes(self, size: int, count: int, row_bytes: int) -> None:
         """Check that there is space for `size` bytes of `count` rows; measures the free space now.
@@ -70,9 +70,9 @@ class DiskSpace:
             StorageError: There is not enough space; nothing was written.
         """
         if self.min_free and self._disk.free(self._path) - size < self.min_free:
-            raise self._too_full(count, row_bytes)
+            raise self._build_full_disk_error(count, row_bytes)
 
-    def _too_full(self, count: int, row_bytes: int) -> StorageError:
+    def _build_full_disk_error(self, count: int, row_bytes: int) -> StorageError:
         error = StorageError(
             f"{count} rows take {count * row_bytes} bytes on the disk of {self._path}, where "
             f"{self._disk.free(self._path)} are free and {self.min_free} are to stay so (min_free_bytes)",

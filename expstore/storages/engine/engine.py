@@ -136,7 +136,7 @@ class Engine:
         Raises:
             StorageError: The disk failed; nothing was changed.
         """
-        with self.health.guarding():
+        with self.health.guard():
             manifest.save(self.disk, self.path)
         self._set_manifest(manifest)
 
@@ -211,7 +211,7 @@ class Engine:
         """
         size, rows = sum(map(len, body)), self.rows
         if not rows.journal.fits(size):
-            with self.health.guarding():
+            with self.health.guard():
                 self._start_segment(room=size)
             self.background.hurry()
         return rows.journal.append(kind, *body)
@@ -232,7 +232,7 @@ class Engine:
                 journal = self.rows.journal
                 pin = self.checkpointer.pin(journal.sequence)
                 lsn = self.append_record(kind, body)
-                files, folders = journal.unsettled()
+                files, folders = journal.find_unsettled()
             self.checkpointer.sync_journal(files, folders)
         return lsn, pin
 

@@ -55,7 +55,7 @@ class Health:
             )
 
     @contextlib.contextmanager
-    def guarding(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         """Refuse to run the block if an fsync has failed before; record a failure of an fsync in it.
 
         Other failures change nothing: the next attempt starts from the same state.

@@ -333,14 +333,14 @@ def _new(capacity: int | None, settings: Settings) -> Manifest:
 
 def _new_layout(settings: Settings) -> ColumnLayout:
     """Return the column layout of a new store; raise SchemaError if an option has no effect there."""
-    return (settings.layout or ColumnLayout()).filled(settings.new_layout).filled(_FLAT)
+    return (settings.layout or ColumnLayout()).fill_from(settings.new_layout).fill_from(_FLAT)
 
 
 def _layout(settings: Settings, manifest: Manifest) -> dict[str, Any] | None:
     """Return the layout that the settings require, completed by the stored one; None if they require none."""
     if settings.layout is None:
         return None
-    return settings.layout.filled(ColumnLayout(**manifest.layout)).filled(_FLAT).to_json()
+    return settings.layout.fill_from(ColumnLayout(**manifest.layout)).fill_from(_FLAT).to_json()
 
 
 def _keys(names: Sequence[KeyLike] | None) -> tuple[Key, ...] | None:

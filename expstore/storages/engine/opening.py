@@ -43,11 +43,11 @@ from expstore.storages.format.write_key_file import KEYS, KeyFile
 from expstore.storages.recovery.recover import (
     Past,
     describe_past,
-    lost_records,
-    pending_changes,
+    explain_lost_records,
+    find_pending_changes,
+    find_unsettled_blocks,
     read_past,
     rebuild_episodes,
-    unsettled_blocks,
     verify,
 )
 from expstore.storages.row_state import RowState
@@ -181,7 +181,7 @@ class Opening:
                 if sampled is not None:
                     self._load_counts(past, rows, sampled)
                 if first or draws.replaced:  # otherwise memory is newer than what was stored
-                    draws = self._stored_draws(past)
+                    draws = self._restore_draws(past)
                 cut = rows.episodes.end_local(now_us(), past.state.sequence) if first else []
                 log.append(cut)
             keys = self._open_keys(past)
@@ -245,7 +245,7 @@ class Opening:
                 raise no_records(self._disk, folder)
             return None
         past = read_past(records, self._manifest.deleted)
-        lost = lost_records(self._shared.page, past, fits=self._same_boot)
+        lost = explain_lost_records(self._shared.page, past, fits=self._same_boot)
         if lost:
             raise CorruptionError(f"{folder} {lost}")
         return past
@@ -257,7 +257,7 @@ class Opening:
             generation = past.base["generation"] if past else self._manifest.generation
         table = EpisodeTable(generation=generation, session=former.session.id)
         if not first:
-            table.joins = former.joins.carried()
+            table.joins = former.joins.carry_over()
         return table
 
     def _open_columns(self) -> WritableColumns | None:
@@ -363,7 +363,7 @@ class Opening:
             return columns.row_fields[3].take(geometry.slot_of(ids))
 
         known = times if self._same_boot or past.clean else None
-        for redo in pending_changes(past, geometry.slots, self._load_redo, known):
+        for redo in find_pending_changes(past, geometry.slots, self._load_redo, known):
             for place, values in zip(redo.places, redo.columns, strict=True):
                 columns.columns[place].write_rows(geometry.slot_of(redo.ids), values)
 
@@ -400,7 +400,7 @@ class Opening:
         known = min(values.size, column.ready)
         values[:known] = column.read(0, known)
         if not whole:
-            for publish in past.unsynced():
+            for publish in past.find_unsynced():
                 for slot, _, n in self._manifest.geometry.runs(*publish.written):
                     values[slot : slot + n] = publish.priority
         # After a power failure the whole column is written again, because it is unknown which pages were
@@ -418,7 +418,7 @@ class Opening:
         if not whole and last > before:  # exactly the rows that are written again: others must not change
             sampled.forget(self._manifest.geometry.runs(before + 1, last - before))
 
-    def _stored_draws(self, past: Past) -> DrawState:
+    def _restore_draws(self, past: Past) -> DrawState:
         """Return the state of the draws in the journal and in STATE."""
         state = past.state
         numbers = state.draw, state.progress, state.limits, state.randomness
@@ -449,7 +449,7 @@ class Opening:
             columns.synced()
             columns.completed(tidy=self._may_tidy)
         if store.checksums is not None:  # missing checksums are added in several steps
-            store.checksums.note_changed(store.checksums.missing(self._readable_blocks(store)))
+            store.checksums.note_changed(store.checksums.find_missing(self._readable_blocks(store)))
 
     def _rewrite(self, past: Past, store: OpenStore) -> tuple[set[File], set[Path]]:
         """Write the rows after the checkpoint again; return the files and folders to be synced."""
@@ -489,7 +489,7 @@ class Opening:
         geometry = self._manifest.geometry
         # The entries may describe shards that were lost.
         limit = max(checksums.blocks * BLOCK_ROWS, *[column.ready for column in columns.flat.values()])
-        touched = unsettled_blocks(
+        touched = find_unsettled_blocks(
             past,
             slots=geometry.slots,
             spare=geometry.spare,

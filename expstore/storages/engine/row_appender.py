@@ -201,7 +201,7 @@ class RowAppender:
         """Return the number of a source without lanes; 0 if there is no source yet, or more than one."""
         table = state.episodes
         if source is None:
-            numbers = table.unnamed_sources(table.session)
+            numbers = table.find_unnamed_sources(table.session)
         else:
             numbers = table.sources_named(source, session=table.session)
         if len(numbers) != 1:

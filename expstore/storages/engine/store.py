@@ -56,7 +56,7 @@ from expstore.storages.format.layout import ColumnLayout, refuse_objects
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, STATE, index_path
 from expstore.storages.format.records import Publish
-from expstore.storages.read_view import closed_error
+from expstore.storages.read_view import build_closed_error
 from expstore.storages.sessions import end_sessions
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.create import dump as make_snapshot
@@ -186,7 +186,7 @@ class Store(Storage):
                 opened.store.close()
                 raise
             description = Description.of(opened.manifest)
-            with self._changing_fields(description.schema):
+            with self._note_field_change(description.schema):
                 engine.adopt(opened.store, opened.manifest)
                 self._adopt(opened.store)
                 self._describe(description)
@@ -198,11 +198,11 @@ class Store(Storage):
             former.close()
 
     @contextlib.contextmanager
-    def _changing_fields(self, schema: Schema | None) -> Iterator[None]:
+    def _note_field_change(self, schema: Schema | None) -> Iterator[None]:
         """Let concurrent readers know if the positions of fields change."""
         known = self.schema
         moves = known is not None and not (schema is not None and schema.same(known))
-        with self.epochs.changing_fields(moves):
+        with self.epochs.note_field_change(moves):
             yield
             if moves:
                 self.epochs.note_deleted()
@@ -250,7 +250,7 @@ class Store(Storage):
             reopen=self._reopen,
         )
 
-    def archived(self) -> Storage | None:
+    def open_archive(self) -> Storage | None:
         """Return the storage with the rows evicted from this one; None: there is no archive."""
         archive = self.engine.archive
         return None if archive is None else archive.storage
@@ -350,7 +350,7 @@ class Store(Storage):
             return Payload(payload.crc, b"".join(payload_parts(columns, rows.columns, numbers)))
         runs = self.geometry.runs(rows.first_id + skipped, rows.count - skipped)
         self.engine.checkpointer.sync_rows(
-            lambda: (columns.unsynced_files(runs), state.take_new_folders()), columns.put_back
+            lambda: (columns.find_unsynced_files(runs), state.take_new_folders()), columns.put_back
         )
         return payload
 
@@ -481,7 +481,7 @@ class Store(Storage):
         self.writer()
         refuse_objects(schema)
         engine.space.check_bytes(0, 1, schema.row_bytes + ROW_BYTES)
-        with engine.health.guarding():
+        with engine.health.guard():
             super().prepare(schema, keys, dims, row_class=row_class)
 
     def geometry_for(self, schema: Schema, ring: RingGeometry) -> RingGeometry:
@@ -527,7 +527,7 @@ class Store(Storage):
     def _take_fields(self, manifest: Manifest, columns: WritableColumns) -> None:
         """Replace the fields. expstore.json already has them, and the caller holds the lock."""
         description = Description.of(manifest)
-        with self.locks.episodes, self._changing_fields(description.schema):
+        with self.locks.episodes, self._note_field_change(description.schema):
             self.engine.note_saved(manifest)
             self._describe(description)
             self._state.replace_columns(columns)
@@ -539,7 +539,7 @@ class Store(Storage):
             return
         last = self.last if slots is None else min(self.last, slots)
         ready = max(columns.ready, last)  # the columns may lack rows that the memtable has
-        with self.engine.health.guarding():
+        with self.engine.health.guard():
             SampledColumn.make(self.disk, columns.folder, slots, ready=ready, pool=self.engine.pool)
             counts = SampledColumn(self.disk, columns.folder, slots, changed=self.engine.background.note)
             self._state.count_sampled(counts)
@@ -694,15 +694,15 @@ class Store(Storage):
     def _reopen(self, change: Callable[[], None]) -> None:
         """Open the store again after `change` has put other files in its folder."""
         engine = self.engine
-        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting, self._changing():
+        with engine.checkpointer.lock, self.locks.sampled, engine.health.noting, self._note_changes():
             change()
-            with engine.health.guarding():
+            with engine.health.guard():
                 self._open(first=True)
 
     @contextlib.contextmanager
-    def _changing(self, slots: IntArray | None = None) -> Iterator[None]:
+    def _note_changes(self, slots: IntArray | None = None) -> Iterator[None]:
         """Tell readers, also in other processes, that rows are being changed in place."""
-        with super()._changing(slots):
+        with super()._note_changes(slots):
             self.engine.shared.begin_change(slots)
             yield
             self.engine.shared.end_change()  # not after a failure, when the rows' contents are unknown
@@ -726,7 +726,7 @@ class Store(Storage):
         """
         engine = self.engine
         if self._closed:
-            raise closed_error()
+            raise build_closed_error()
         if not engine.lock_file.held:
             raise StateError(
                 f"{self.path} was opened by another process, of which this one is a fork",
@@ -741,7 +741,7 @@ class Store(Storage):
                 if engine.health.needs_recovery:
                     with contextlib.suppress(ExpStoreError):
                         engine.write_values()
-                    with self._changing(), engine.health.guarding():
+                    with self._note_changes(), engine.health.guard():
                         self._open(first=False)
                     engine.health.note_recovered()
         return self

@@ -13,7 +13,7 @@ from expstore.core.values import Array
 from expstore.storages.columns.capture import Capture
 from expstore.storages.engine.replace import Updates
 from expstore.storages.snapshots.content_access import ContentAccess
-from expstore.storages.snapshots.resize import Progress, resized
+from expstore.storages.snapshots.resize import Progress, read_resized
 from expstore.storages.snapshots.restore import Arrival, ContentLike, build_load, commit_load
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class StoreSnapshots(ContentAccess):
         store = self._storage
         with store.lock:
             self._finish_writes(keeps=capacity)
-            self._replace(resized(store, capacity, progress), ready=0)
+            self._replace(read_resized(store, capacity, progress), ready=0)
 
     def _finish_writes(self, *, keeps: int | None) -> None:
         """Write all rows to the columns, and copy those that will be removed to the archive.

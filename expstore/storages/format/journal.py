@@ -322,15 +322,15 @@ class Journal:
         salt = int.from_bytes(hashlib.blake2b(salt_text, digest_size=8).digest(), "little")
         text = json.dumps(base)[:-1]  # may be long if many episodes are open, so build it once
 
-        def framed(size: int) -> bytes:
+        def frame_base(size: int) -> bytes:
             # The record contains the file's length, so that a truncated file is detected.
             return _frame(salt, self.sequence + 1, Kind.BASE, f'{text}, "bytes": {size}}}'.encode())
 
-        longest = len(framed(1 << 50))
+        longest = len(frame_base(1 << 50))
         file = self._disk.open(path, create=True)
         try:
             size = self._reserve(file, longest + room + 4 * ALIGN)
-            frame = framed(size)
+            frame = frame_base(size)
             file.write(frame, 0)
         except BaseException:
             self._number -= 1
@@ -406,13 +406,13 @@ class Journal:
         """Return the files with the records appended so far."""
         return [*self._older, *([self._file] if self._file else [])]
 
-    def unsettled(self) -> tuple[list[File], list[Path]]:
+    def find_unsettled(self) -> tuple[list[File], list[Path]]:
         """Return the files and folders to sync so that the newest record is durable: usually one file."""
         files = self.sync_files()
         return (files, [self._folder]) if self._fresh else (files[-1:], [])
 
     def settle(self) -> None:
-        """Record that all of `unsettled` was synced, with no record appended in between."""
+        """Record that all of `find_unsettled` was synced, with no record appended in between."""
         self._fresh = False
 
     @property

@@ -106,7 +106,7 @@ class ColumnLayout:
         }
         return {**kept, "share_next": False} if self.share_next is False else kept
 
-    def filled(self, other: ColumnLayout) -> ColumnLayout:
+    def fill_from(self, other: ColumnLayout) -> ColumnLayout:
         """Return this layout, with the other layout's values for everything that is not specified here."""
         return ColumnLayout(
             self.layout or other.layout,
@@ -140,7 +140,7 @@ class ColumnLayout:
             if entry is None:
                 raise SchemaError(
                     f"fields= names {name!r}, which is not a field",
-                    hint=_anew(f"the fields are {', '.join(sorted(known))}"),
+                    hint=_add_recreate_hint(f"the fields are {', '.join(sorted(known))}"),
                 )
             packed = self._packing(entry, None) is not None
             _refuse_idle(f"field {name!r}: ", asked, packed=packed, fault=self._fault(entry, fields))
@@ -149,7 +149,7 @@ class ColumnLayout:
             if rows > most:
                 raise SchemaError(
                     f"field {name!r}: chunks of {rows} rows of {entry.row_bytes} bytes are too large",
-                    hint=_anew(
+                    hint=_add_recreate_hint(
                         f"a chunk has at most {MOST_BYTES >> 20} MiB and the rows of a ring: here {most}"
                     ),
                 )
@@ -173,15 +173,15 @@ class ColumnLayout:
             slots: Number of slots of a ring; None: the store is unbounded.
             reach: Number of overwritten rows that a ring keeps for packed rows that refer to them.
         """
-        shared = self._shared(fields) if slots is None or reach else frozenset()
+        shared = self._find_shared(fields) if slots is None or reach else frozenset()
         return [self._packing(entry, slots, shares=entry.key in shared) for entry in fields]
 
     def reach(self, fields: tuple[Field, ...]) -> int:
         """Return how many overwritten rows a ring must keep for rows that are stored in the next column."""
-        shared = self._shared(fields)
+        shared = self._find_shared(fields)
         return max((reach_for(entry) for entry in fields if entry.key in shared), default=0)
 
-    def _shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
+    def _find_shared(self, fields: tuple[Field, ...]) -> frozenset[Key]:
         """Return the packed fields whose rows may be stored in the column of the next observations."""
         found = set()
         for entry in fields:
@@ -244,10 +244,10 @@ def ask_layout(
     """
     if layout is None and fields is None and share_next is None:
         return None
-    return ColumnLayout(layout, {} if fields is None else _by_name(fields), share_next)
+    return ColumnLayout(layout, {} if fields is None else _parse_fields(fields), share_next)
 
 
-def _by_name(fields: Any) -> dict[str, dict[str, Any]]:
+def _parse_fields(fields: Any) -> dict[str, dict[str, Any]]:
     """Return the options of single fields, by their names; raise SchemaError if they are malformed."""
     form = "it is a dict like {'pixels': {'layout': 'packed'}}"
     if not isinstance(fields, Mapping):
@@ -273,13 +273,15 @@ def _refuse_idle(whose: str, asked: Mapping[str, Any], *, packed: bool, fault: s
             raise SchemaError(
                 f"{whose}{option}={asked[option]!r} is an option of packed fields, but "
                 f"{'this field is' if whose else 'all fields are'} flat",
-                hint=_anew(f'omit {option}, or use layout="packed"'),
+                hint=_add_recreate_hint(f'omit {option}, or use layout="packed"'),
             )
     if asked.get("share_next") and fault is not None:
-        raise SchemaError(f"{whose}share_next=True has no effect: {fault}", hint=_anew("omit share_next"))
+        raise SchemaError(
+            f"{whose}share_next=True has no effect: {fault}", hint=_add_recreate_hint("omit share_next")
+        )
 
 
-def _anew(hint: str) -> str:
+def _add_recreate_hint(hint: str) -> str:
     return f"{hint}; to create an existing store again, use mode='w' or another folder"
 
 

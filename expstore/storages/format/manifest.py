@@ -45,6 +45,8 @@ FORMAT = 1
 #: (tests/fixtures/README.md). The next opening for writing saves the converted manifest.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 MANIFEST = "expstore.json"
+#: Fields whose key in expstore.json differs from their name.
+_KEYS = {"deleted": "gaps"}
 #: Up to this many runs of deleted rows are written as readable pairs.
 _LISTED = 64
 _STORES_LISTED = 10
@@ -162,12 +164,12 @@ class Manifest:
 
     def pack(self) -> bytes:
         """Return the content of expstore.json."""
-        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        data = {_KEYS.get(f.name, f.name): getattr(self, f.name) for f in dataclasses.fields(self)}
         data["schema"] = self.schema.to_json() if self.schema else None
         data["ranking"] = dataclasses.asdict(self.ranking) if self.ranking else None
         data["specs"] = json.loads(self.specs) if self.specs else None
         data["format"] = FORMAT
-        data["gaps"] = _pack_ids(data.pop("deleted"))
+        data["gaps"] = _pack_ids(self.deleted)
         data["crc32c"] = _checksum(data)
         return json.dumps(data, indent=1).encode()
 

@@ -326,7 +326,7 @@ class Redo:
         return cls(ids, places, columns, replaces)
 
     @staticmethod
-    def replaced(body: bytes) -> tuple[int, float]:
+    def count_replaced(body: bytes) -> tuple[int, float]:
         """Return how many rows a packed update record replaces, and the priority of the new rows."""
         if body[:4] == _SHELVED:
             return _REPLACED.unpack_from(body, _SHELVED_BYTES) if len(body) > _SHELVED_BYTES else (0, 0.0)
@@ -359,7 +359,7 @@ def shelve_body(disk: Disk, folder: Path, number: int, body: bytes, *, settle: C
         disk.unlink(folder / name)
     disk.write_whole(folder / f"{number:012d}", body)
     crc: int = google_crc32c.value(body)
-    rows, priority = Redo.replaced(body)
+    rows, priority = Redo.count_replaced(body)
     more = _REPLACED.pack(rows, priority) if rows else b""
     return _SHELVED + f"{number:012d}".encode() + crc.to_bytes(4, "little") + more
 

@@ -140,7 +140,7 @@ class KeyFile(WriteKeys, Checkpointed):
         found = read_keys(data, slots=self.slots, kept=self._kept, covered=covered, known=known)
         if found.damage:
             _logger.warning("%s %s; it is created again", path, found.damage)
-            found = _renumbered(found)
+            found = _renumber(found)
             disk.write_whole(path, _header(self.slots) + found.entries.tobytes())
         elif data is None:
             return
@@ -212,7 +212,7 @@ class KeyFile(WriteKeys, Checkpointed):
             self._file.close()
 
 
-def _renumbered(found: KeysFound) -> KeysFound:
+def _renumber(found: KeysFound) -> KeysFound:
     """Return entries for a new file, numbered from 0 on."""
     entries = found.entries
     packed = b"".join(_pack(number, entry) for number, entry in enumerate(entries.tolist()))

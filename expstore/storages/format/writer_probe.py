@@ -74,7 +74,7 @@ class Watch:
         page = self._page
         return 0 if page is None else page.get("change")
 
-    def touched(self, slots: IntArray, before: int) -> bool:
+    def is_touched(self, slots: IntArray, before: int) -> bool:
         """Return whether any of these slots may have been changed in place.
 
         Args:
@@ -90,7 +90,7 @@ class Watch:
         low, high = page.get("change_low"), page.get("change_high")
         return self.change != after or bool(((slots >= low) & (slots <= high)).any())
 
-    def changed_since(self, before: int) -> IntArray | None:
+    def find_changed(self, before: int) -> IntArray | None:
         """Return a run of slots that contains all slots changed since `change` had this even value.
 
         Shape `(n,)`; None: any slot may have been changed.

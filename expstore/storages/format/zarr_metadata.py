@@ -79,7 +79,7 @@ def make_metadata(
     store = MemoryStore()
     group = zarr.create_group(store=store, attributes=attributes)
     for entry, shard, packing in zip(fields, rows, packings or [None] * len(fields), strict=True):
-        about = _about(entry, packing)
+        about = _build_attributes(entry, packing)
         length = shard if packing is None else packing.shard
         group.create_array(
             entry.path,
@@ -104,7 +104,7 @@ def make_metadata(
     return sync(collect())
 
 
-def _about(entry: Field, packing: Packing | None) -> dict[str, Any]:
+def _build_attributes(entry: Field, packing: Packing | None) -> dict[str, Any]:
     """Return the attributes of an array that Zarr itself does not define."""
     if packing is None:
         return {"dtype": entry.dtype}

@@ -28,7 +28,7 @@ from expstore.storages.format.journal import no_records, read_journal
 from expstore.storages.format.manifest import Manifest
 from expstore.storages.format.paths import COLUMNS, JOURNAL
 from expstore.storages.format.records import Publish, load_redo
-from expstore.storages.recovery.recover import Past, pending_changes, read_past, rebuild_episodes, verify
+from expstore.storages.recovery.recover import Past, find_pending_changes, read_past, rebuild_episodes, verify
 
 __all__ = ["Replay", "StoreFolder", "episode_rows", "open_columns", "replay"]
 
@@ -122,7 +122,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
             return np.asarray(stamps)
 
         known = times if same_boot or past.clean else None
-        for redo in pending_changes(
+        for redo in find_pending_changes(
             past,
             storage.geometry.slots,
             lambda body: load_redo(storage.disk, storage.path, body, schema),
@@ -132,7 +132,7 @@ def _replay(storage: StoreFolder, past: Past, columns: ReadColumns | None, *, sa
             for place, values in zip(redo.places, redo.columns, strict=True):
                 found.overlay.put(place, slots, values)
     if columns is not None and not (same_boot or past.clean):
-        for publish in past.unsynced():
+        for publish in past.find_unsynced():
             _lay_priorities(publish, found, storage.geometry.runs(*publish.written))
     low = past.state.window_low(storage.capacity)
 

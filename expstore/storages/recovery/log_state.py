@@ -95,7 +95,7 @@ class LogState:
             self.progress, self.randomness, self.limits = mark.progress, mark.randomness, mark.limits
             self.max_priority = max(self.max_priority, mark.max_priority)
         elif record.kind is Kind.REDO:
-            replaced, priority = Redo.replaced(record.body)
+            replaced, priority = Redo.count_replaced(record.body)
             self.write_count += replaced
             self.max_priority = max(self.max_priority, priority)
         elif record.kind is Kind.RETIRE:

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Past",
     "describe_past",
-    "lost_records",
-    "pending_changes",
+    "explain_lost_records",
+    "find_pending_changes",
+    "find_unsettled_blocks",
     "read_past",
     "rebuild_episodes",
-    "unsettled_blocks",
     "verify",
 ]
 
@@ -70,7 +70,7 @@ class Past:
         """Return the readable rows."""
         return self.state.window(capacity, self.deleted)
 
-    def unsynced(self) -> Iterator[Publish]:
+    def find_unsynced(self) -> Iterator[Publish]:
         """Yield the commit records of rows that no checkpoint covers.
 
         After a power failure such a row gets the priority in its record: the priority column has no checksum
@@ -107,7 +107,7 @@ def read_past(records: list[Record], deleted: IdSet) -> Past:
     return past
 
 
-def lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
+def explain_lost_records(page: StatePage, past: Past, *, fits: bool) -> str | None:
     """Return why a journal is shorter than STATE says; None if it is not.
 
     After a process crash every appended record, also a close record, is still in the page cache. Only a power
@@ -188,7 +188,7 @@ def rebuild_episodes(
     return entries
 
 
-def pending_changes(
+def find_pending_changes(
     past: Past,
     slots: int | None,
     load: Callable[[bytes], Redo],
@@ -225,7 +225,7 @@ def pending_changes(
     return [redo for redo in found if redo.ids.size]
 
 
-def unsettled_blocks(
+def find_unsettled_blocks(
     past: Past,
     *,
     slots: int | None,

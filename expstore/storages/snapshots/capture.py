@@ -27,7 +27,7 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.row_state import RowState
 from expstore.storages.snapshot_pin import SnapshotPin
 
-__all__ = ["Frozen", "base_of", "frozen", "manifest_of"]
+__all__ = ["Frozen", "base_of", "freeze", "manifest_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def manifest_of(storage: Storage) -> Manifest:
 
 
 @contextmanager
-def frozen(storage: Storage) -> Iterator[Frozen]:
+def freeze(storage: Storage) -> Iterator[Frozen]:
     """Keep a storage's rows unchanged for the length of the block.
 
     Rows can still be added. A thread that would overwrite one of these rows, or change one in place, waits

@@ -184,7 +184,7 @@ def versions(path: str | Path) -> list[Version]:
     if not disk.exists(path):
         raise NotFoundError(f"{path} does not exist")
     found = list_versions(disk, place_of(disk, path))
-    return [dataclasses.replace(version, disk_bytes=disk.used(version.path)) for version in found]
+    return [dataclasses.replace(version, disk_bytes=disk.measure_space(version.path)) for version in found]
 
 
 def place_of(disk: Disk, path: Path) -> Path:
@@ -215,7 +215,7 @@ def find_version(disk: Disk, path: Path, version: int | str | None = None) -> Pa
     else:
         number = int(str(version).removeprefix("v"))
     if number not in numbers:
-        raise _missing(disk, path, place, version)
+        raise _build_missing_error(disk, path, place, version)
     return place / version_name(number)
 
 
@@ -224,7 +224,7 @@ def store_meant(disk: Disk, path: Path) -> Path:
     return find_version(disk, path) if is_snapshots(disk, path) else path
 
 
-def _missing(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:
+def _build_missing_error(disk: Disk, path: Path, place: Path, version: int | str | None) -> SnapshotError:
     known = [str(v.number) + (f" ({v.tag})" if v.tag else "") for v in list_versions(disk, place)]
     listed = f"there are {', '.join(known)}" if known else "it holds no snapshots"
     asked = "version" if version is None else f"version {version!r}"

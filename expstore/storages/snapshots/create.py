@@ -40,7 +40,7 @@ from expstore.storages.format.journal import ALIGN, Journal, Kind
 from expstore.storages.format.manifest import MANIFEST, store_around
 from expstore.storages.format.paths import CHECKSUMS, COLUMNS, JOURNAL, LOG, ORIGIN, VERSION
 from expstore.storages.format.zarr_metadata import make_metadata, shard_footer, shard_name
-from expstore.storages.snapshots.capture import Frozen, frozen
+from expstore.storages.snapshots.capture import Frozen, freeze
 from expstore.storages.snapshots.catalog import (
     CURRENT,
     LOCK,
@@ -155,7 +155,7 @@ def _refuse_objects(storage: Storage) -> None:
 
 def _copy(build: _Build, storage: Storage, known: Sequence[Version]) -> Frozen:
     """Copy a storage into a folder; return the captured state."""
-    with frozen(storage) as state:
+    with freeze(storage) as state:
         former = find_former(build.disk, known[-1].path, state) if known else None
         _Copy(build, state, former).run()
     return state
@@ -335,7 +335,7 @@ class _Copy:
         for name, data in made.items():
             self.build.put(f"{COLUMNS}/{name}", data)
 
-    def _unchanged(self) -> BoolArray:
+    def _find_unchanged(self) -> BoolArray:
         """Return which shards have the same rows in the previous snapshot. Shape `(shards,)`."""
         former, now = self.former, self.state.sums
         same = np.zeros(self.sums.size, bool)
@@ -369,7 +369,7 @@ class _Copy:
             _describe(self.build, self.state)
             done[list(self.state.apart)] = True
             return done
-        same = self._unchanged()
+        same = self._find_unchanged()
         done[:summed] = same & former.shared[:, None]
         done[list(self.state.apart)] = True  # these columns have files of their own
         blocks = np.flatnonzero(np.repeat(same, self.rows // BLOCK_ROWS))
@@ -379,7 +379,7 @@ class _Copy:
         try:
             _describe(self.build, self.state)  # while links are made in the background
             for place in others:
-                done[place] = self._same_values(former, place)
+                done[place] = self._compare_values(former, place)
         finally:
             left = end()
         left += start_links(self.disk, self._links(former, done, others), self.build.pool)()
@@ -405,7 +405,7 @@ class _Copy:
     def _name(self, place: int, shard: int) -> str:
         return shard_name(shard, len(self.fields[place].shape), SEPARATOR)
 
-    def _same_values(self, former: Former, place: int) -> BoolArray:
+    def _compare_values(self, former: Former, place: int) -> BoolArray:
         """Return which shards of a column without checksums are unchanged. Shape `(shards,)`."""
         same = np.zeros(self.shards, bool)
         known = min(self.shards, former.sums.size * BLOCK_ROWS // self.rows)

@@ -17,7 +17,7 @@ from expstore.storages.base import Hook, Storage
 from expstore.storages.snapshots.catalog import Version, find_version
 from expstore.storages.snapshots.content_access import ContentAccess
 from expstore.storages.snapshots.create import dump as make_snapshot
-from expstore.storages.snapshots.state_dict import changed_by, content_of, hook_rows, read_state
+from expstore.storages.snapshots.state_dict import call_hooks, content_of, hook_rows, read_state
 
 __all__ = ["PortableStorage"]
 
@@ -94,7 +94,7 @@ class PortableStorage(Storage):
         """Access to the content for snapshots, which read and replace it."""
 
     def _check_hooks(self) -> None:
-        if self._save_hooks and changed_by(self, self._save_hooks):
+        if self._save_hooks and call_hooks(self, self._save_hooks):
             raise SnapshotError(
                 "a save hook has changed the rows, but snapshots store them unchanged",
                 hint="state_dict() stores what hooks return",

@@ -73,13 +73,13 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
         return None  # it is damaged, or was made before the first rows
     same = manifest.uuid == state.manifest.uuid
     same = same and (manifest.capacity, manifest.slots) == (state.manifest.capacity, state.manifest.slots)
-    if not (same and _same_packings(disk, folder / COLUMNS, state, set(fields))):
+    if not (same and _have_same_packings(disk, folder / COLUMNS, state, set(fields))):
         return None
     places = [fields.index(entry) if entry in fields else -1 for entry in state.fields[: state.summed]]
     return Former(
         folder=folder,
-        sums=_by_place(sums, places),
-        origin=_by_place(origin, places),
+        sums=_select_places(sums, places),
+        origin=_select_places(origin, places),
         whole=np.array([state_of(entry) == SUMMED for entry in sums], bool),
         shared=np.array(places, np.int64) >= 0,
         layout=layout,
@@ -87,7 +87,7 @@ def find_former(disk: Disk, folder: Path, state: Frozen) -> Former | None:
     )
 
 
-def _same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
+def _have_same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Field]) -> bool:
     """Return whether the `known` fields are packed in a snapshot's columns as in the captured storage."""
     packings = state.packings
     users = [(state.fields[place], packings[place]) for place in state.arrays]
@@ -101,7 +101,7 @@ def _same_packings(disk: Disk, columns: Path, state: Frozen, known: Container[Fi
         return False
 
 
-def _by_place(entries: Array, places: Sequence[int]) -> Array:
+def _select_places(entries: Array, places: Sequence[int]) -> Array:
     """Return entries with the sums of the columns at these places, and 0 for place -1."""
     found = np.zeros(entries.size, entry_dtype(len(places)))
     found["generation"], found["sequence"] = entries["generation"], entries["sequence"]

@@ -24,7 +24,7 @@ from expstore.storages.format.manifest import Manifest
 from expstore.storages.snapshots.capture import base_of, manifest_of
 from expstore.storages.snapshots.restore import STEP_BYTES, Arrival
 
-__all__ = ["Progress", "capacity_for", "resized", "surplus"]
+__all__ = ["Progress", "capacity_for", "read_resized", "surplus"]
 
 #: Called with bytes done and bytes in all.
 Progress = Callable[[int, int], None]
@@ -46,7 +46,7 @@ def surplus(storage: Storage, capacity: int | None) -> int:
     return int(window.holds(ids).sum())
 
 
-def resized(storage: Storage, capacity: int | None, progress: Progress | None = None) -> Arrival:
+def read_resized(storage: Storage, capacity: int | None, progress: Progress | None = None) -> Arrival:
     """Return a store's own content for another capacity.
 
     Args:

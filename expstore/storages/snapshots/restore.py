@@ -291,7 +291,7 @@ class Arrival:
         table = storage.episodes
         return cls(
             content,
-            manifest.replace(deleted=content.manifest.deleted.shifted(shift)),
+            manifest.replace(deleted=content.manifest.deleted.shift(shift)),
             table.session,
             low=low,
             count=last - low,

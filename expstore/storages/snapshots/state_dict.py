@@ -22,13 +22,13 @@ from expstore.schema.schema import OBJECT, Field
 from expstore.storages.base import Hook, Storage
 from expstore.storages.columns.sample_counts import SAMPLED
 from expstore.storages.format.manifest import Manifest
-from expstore.storages.snapshots.capture import Frozen, frozen
+from expstore.storages.snapshots.capture import Frozen, freeze
 from expstore.storages.snapshots.restore import ContentLike
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Carried", "changed_by", "content_of", "hook_rows", "read_state"]
+__all__ = ["Carried", "call_hooks", "content_of", "hook_rows", "read_state"]
 
 #: Keys that `base` must have.
 _NUMBERS = {
@@ -56,7 +56,7 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
         StateError: The storage is closed, or open for reading only.
         StorageError: Rows could not be synced to the disk.
     """
-    with frozen(storage) as state:
+    with freeze(storage) as state:
         rows: Any = _rows(state)
         found = _describe(state)
     for hook in hooks:
@@ -65,9 +65,9 @@ def content_of(storage: Storage, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     return found | {"rows": rows}
 
 
-def changed_by(storage: Storage, hooks: Sequence[Hook]) -> bool:
+def call_hooks(storage: Storage, hooks: Sequence[Hook]) -> bool:
     """Call hooks with a storage's rows; return whether one of them returns other rows."""
-    with frozen(storage) as state:
+    with freeze(storage) as state:
         rows = _rows(state)
     for hook in hooks:
         _tell(hook, state)

@@ -618,7 +618,7 @@ def test_damaged_entries_stay_damaged(store_path: Path) -> None:
     sums = kept.state.checksums
     assert isinstance(sums, Checksums)
     places = list(range(len(kept.state.columns.columns) - 1))
-    same = sums.rearranged(places)
+    same = sums.rearrange(places)
     assert same[:4096] == (store_path / CHECKSUMS).read_bytes()[:4096]
     states = [state_of(sums.entry(block)) for block in range(3)]
     assert states.count(SUMMED) >= 2

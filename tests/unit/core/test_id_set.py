@@ -25,9 +25,9 @@ def test_they_are_sets_of_ids(
     assert ids_of(one) == dead
     assert one.ids == len(dead)
     assert (one.first[1:] > one.last[:-1] + 1).all()
-    assert ids_of(one.joined(other)) == dead | ids_of(other)
-    assert ids_of(one.common(other)) == dead & ids_of(other)
-    assert ids_of(one.shifted(7)) == {id + 7 for id in dead}
+    assert ids_of(one.join(other)) == dead | ids_of(other)
+    assert ids_of(one.intersect(other)) == dead & ids_of(other)
+    assert ids_of(one.shift(7)) == {id + 7 for id in dead}
     assert IdSet.of_ids(np.array(sorted(dead), np.int64)) == one
     assert hash(IdSet.of(list(one))) == hash(one)
     at = np.arange(90)

@@ -17,14 +17,14 @@ from expstore.storages.zarr import ZarrStorage
 
 def make(*names: str) -> list[Any]:
     order = LockOrder()
-    return [order.ranked(name, threading.RLock()) for name in names]
+    return [order.rank_lock(name, threading.RLock()) for name in names]
 
 
 def test_without_the_debug_mode_locks_are_the_plain_ones(store_path: Path) -> None:
     lock, fair = threading.Lock(), FairLock()
     order = LockOrder()
-    assert order.ranked("sync", lock) is lock
-    assert order.ranked("extend", fair) is fair
+    assert order.rank_lock("sync", lock) is lock
+    assert order.rank_lock("extend", fair) is fair
     storage = ZarrStorage(store_path, 10)
     assert isinstance(storage.lock, type(threading.RLock()))
     assert isinstance(storage.locks.episodes, type(threading.Lock()))
@@ -45,7 +45,7 @@ class TestChecked:
 
     def test_two_locks_of_one_rank_raise(self) -> None:
         order = LockOrder()
-        first, second = (order.ranked("tail", threading.RLock()) for _ in range(2))
+        first, second = (order.rank_lock("tail", threading.RLock()) for _ in range(2))
         with first, pytest.raises(LockOrderError):
             second.acquire()
 
@@ -83,7 +83,7 @@ class TestChecked:
 
     def test_a_condition_of_such_a_lock_waits_and_is_told(self) -> None:
         order = LockOrder()
-        moved = threading.Condition(order.ranked("pin", threading.Lock()))
+        moved = threading.Condition(order.rank_lock("pin", threading.Lock()))
         told = threading.Event()
 
         def tell() -> None:

@@ -95,7 +95,7 @@ def test_row_by_row_it_decides_as_reverb_does(
         assert limiter.can_sample() == model.can_sample()
         assert limiter.can_insert() == model.can_insert()
         if call == "insert" and model.can_insert():
-            with limiter.inserting(1):
+            with limiter.wait_to_insert(1):
                 counts.size, counts.write_count = counts.size + 1, counts.write_count + 1
             model.inserts += 1
         if call == "sample" and model.can_sample():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.atomic_build import making
+from expstore.disk.atomic_build import build_atomically
 from expstore.disk.files import Disk
 from expstore.disk.writer_lock import WriterLock
 from expstore.errors import LockedError, StateError
@@ -23,7 +23,7 @@ def fill(temporary: Path, target: Path, *, single: bool) -> None:
 @pytest.mark.parametrize("single", [False, True])
 def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
     target = tmp_path / "out"
-    with making(Disk(), target, single=single) as temporary:
+    with build_atomically(Disk(), target, single=single) as temporary:
         assert os.listdir(tmp_path) == ["out.tmp"]
         fill(temporary, target, single=single)
     assert os.listdir(tmp_path) == ["out"]
@@ -33,7 +33,7 @@ def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
 
 def make(target: Path, *, single: bool, meanwhile: Callable[[], None]) -> None:
     """Make something, while something else happens."""
-    with making(Disk(), target, single=single) as temporary:
+    with build_atomically(Disk(), target, single=single) as temporary:
         fill(temporary, target, single=single)
         meanwhile()
 
@@ -66,7 +66,7 @@ def test_what_was_left_by_a_kill_goes_first(tmp_path: Path) -> None:
     (tmp_path / "out.tmp/rows").mkdir(parents=True)
     (tmp_path / "out.tmp/rows/x").write_text("half")
     (tmp_path / "out.tmp/y").write_text("half")
-    with making(Disk(), tmp_path / "out") as temporary:
+    with build_atomically(Disk(), tmp_path / "out") as temporary:
         assert os.listdir(temporary) == ["LOCK"]
         fill(temporary, tmp_path / "out", single=False)
     assert os.listdir(tmp_path / "out") == ["part"]
@@ -77,7 +77,7 @@ def test_two_do_not_make_the_same(tmp_path: Path) -> None:
     (tmp_path / "out.tmp/theirs").write_text("being made")
     lock = WriterLock(Disk(), tmp_path / "out.tmp/LOCK")
     with pytest.raises(LockedError, match="another process or thread merges into .*out at the moment"):
-        with making(Disk(), tmp_path / "out", doing="merges into"):
+        with build_atomically(Disk(), tmp_path / "out", doing="merges into"):
             pass
     assert (tmp_path / "out.tmp/theirs").read_text() == "being made"
     lock.release()

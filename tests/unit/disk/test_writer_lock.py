@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from expstore.disk.files import Disk, File, _failed
+from expstore.disk.files import Disk, File, _to_error
 from expstore.disk.writer_lock import WriterLock, is_locked
 from expstore.errors import LockedError, StateError, StorageError
 
 KEEP_OPEN = """
 import sys
 from pathlib import Path
-from expstore.disk.files import Disk, File, _failed
+from expstore.disk.files import Disk, File, _to_error
 from expstore.disk.writer_lock import WriterLock, is_locked
 lock = WriterLock(Disk(), Path(sys.argv[1]))
 print("held", flush=True)
@@ -174,7 +174,7 @@ def test_a_file_system_that_cannot_lock_folders_is_refused(tmp_path: Path) -> No
             if path.is_dir():
 
                 def refuse() -> bool:
-                    raise _failed("lock", path, OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)))
+                    raise _to_error("lock", path, OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP)))
 
                 file.try_lock = refuse  # type: ignore[method-assign]
             return file

@@ -24,7 +24,7 @@ from expstore.core import tuning
 from expstore.errors import NotFoundError, SchemaError, StateError, StorageError
 from expstore.exchange import export_hdf5, export_npz, field_names, import_hdf5, import_npz
 from expstore.exchange import rows as exchange_rows
-from expstore.exchange.base import required
+from expstore.exchange.base import import_library
 from expstore.exchange.formats import EXPORTS
 from expstore.schema import arrow_types
 from expstore.schema.schema import Field, Schema
@@ -411,7 +411,7 @@ def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: s
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs h5py.*pip install 'expstore\[h5\]'"):
-        required("h5py")
+        import_library("h5py")
 
 
 def test_names_lead_there_and_back() -> None:

@@ -218,7 +218,7 @@ def test_from_the_command_line(tmp_path: Path, cli: Cli, monkeypatch: pytest.Mon
     facts = json.loads(out)
     assert (code, facts["rows"], facts["left_out"]) == (0, 90, 0)
     assert facts["fields"] == ["number", "next.frame"]
-    assert facts["disk_bytes"] == Disk().used(tmp_path / "best.zarr")
+    assert facts["disk_bytes"] == Disk().measure_space(tmp_path / "best.zarr")
     assert len(arrays_of(tmp_path / "best.zarr")["number"]) == 90
     assert cli("export", versions, tmp_path / "old.zarr", "--zarr")[0] == 0
     assert len(arrays_of(tmp_path / "old.zarr")["number"]) == 60

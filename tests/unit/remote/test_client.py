@@ -506,7 +506,7 @@ def test_a_write_whose_answer_is_lost_happens_once(server: Serving, name: str, t
 
 def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
-        mine = rb._connection._here()
+        mine = rb._connection._get_in_process()
         rb.extend(batch_of(3))
         mine.numbers = iter([1])  # type: ignore[assignment]
         with pytest.raises(StateError) as caught:

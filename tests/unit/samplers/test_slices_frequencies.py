@@ -113,7 +113,7 @@ def with_deleted_rows(sampler: Any) -> Kept:
         removed = int(ids[0]), int(ids[-1])
         storage: Any = kept.rb.storage
         storage._state.window = replace(
-            storage.window, deleted=storage.window.deleted.joined(IdSet.of([removed]))
+            storage.window, deleted=storage.window.deleted.join(IdSet.of([removed]))
         )
         storage.episodes.give_up(IdSet.of([removed]))
         storage.epochs.deleted += 1

@@ -13,7 +13,7 @@ import pytest
 
 import expstore.sql.migrate
 from expstore.errors import MigrationError
-from expstore.sql.migrate import Migration, applied, folder, migrate, migrations
+from expstore.sql.migrate import Migration, folder, migrate, migrations, read_applied
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.index
@@ -33,7 +33,7 @@ def test_steps_are_applied_in_order_and_once(con: duckdb.DuckDBPyConnection) -> 
     assert migrate(con, [ONE, TWO]) == [ONE, TWO]
     assert migrate(con, [ONE, TWO]) == []
     assert con.execute("SELECT y FROM b").fetchall() == [(42,)]
-    assert applied(con) == [(1, "one", ONE.checksum), (2, "two", TWO.checksum)]
+    assert read_applied(con) == [(1, "one", ONE.checksum), (2, "two", TWO.checksum)]
 
 
 def test_a_later_step_joins_the_earlier_ones(con: duckdb.DuckDBPyConnection) -> None:
@@ -50,7 +50,7 @@ def test_a_failed_step_leaves_nothing_and_the_steps_before_stay(con: duckdb.Duck
         migrate(con, [ONE, BROKEN])
     assert caught.value.kind == "failed"
     assert con.execute("SELECT count(*) FROM a").fetchall() == [(0,)]
-    assert [version for version, _, _ in applied(con)] == [1]
+    assert [version for version, _, _ in read_applied(con)] == [1]
     assert migrate(con, [ONE, TWO]) == [TWO]
 
 
@@ -67,7 +67,7 @@ def test_a_changed_step_is_refused(con: duckdb.DuckDBPyConnection) -> None:
     with pytest.raises(MigrationError, match="checksum") as caught:
         migrate(con, [changed, TWO])
     assert caught.value.kind == "changed"
-    assert len(applied(con)) == 1
+    assert len(read_applied(con)) == 1
 
 
 def test_line_endings_are_no_change() -> None:

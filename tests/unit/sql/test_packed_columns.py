@@ -20,7 +20,7 @@ from expstore.buffers.tensordict import TensorDictReplayBuffer
 from expstore.core import tuning
 from expstore.errors import CorruptionError, QueryError
 from expstore.sql import arrow_dataset
-from expstore.sql.projection import named_members
+from expstore.sql.projection import find_members
 from expstore.storages.columns.packed import column
 from expstore.storages.format.layout import ColumnLayout
 from tests.support.batches import counted_frames, memory_buffer, numbered_rows
@@ -226,7 +226,7 @@ def test_members_that_a_statement_may_need(query: str, expected: str) -> None:
     import duckdb
 
     members = {"next.pixels", "next.state", "a.b.c"}
-    found = named_members(duckdb.connect(), query, [tuple(name.split(".")) for name in members])
+    found = find_members(duckdb.connect(), query, [tuple(name.split(".")) for name in members])
     assert {".".join(key) for key in found} == (members if expected == "all" else set(expected.split()))
 
 
@@ -244,7 +244,7 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
     read: list[int] = []
     alive: set[int] = set()
     ahead = threading.Event()
-    unpacked = arrow_dataset.ViewDataset._unpacked
+    unpacked = arrow_dataset.ViewDataset._add_packed
 
     def watched(self: Any, *arguments: Any) -> Iterator[Any]:
         alive.add(number := len(read))
@@ -258,7 +258,7 @@ def test_a_query_with_a_limit_leaves_no_reader_behind(
         finally:
             alive.discard(number)
 
-    monkeypatch.setattr(arrow_dataset.ViewDataset, "_unpacked", watched)
+    monkeypatch.setattr(arrow_dataset.ViewDataset, "_add_packed", watched)
     with make(store_path) as rb, expstore.open(store_path, mode="r") as follower:
         for reader in (rb, follower):
             for query in (

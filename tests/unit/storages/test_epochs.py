@@ -18,11 +18,11 @@ def test_other_content_is_rows_that_left_as_well() -> None:
 
 def test_places_of_fields_are_odd_while_they_change() -> None:
     epochs = Epochs()
-    with epochs.changing_fields():
+    with epochs.note_field_change():
         assert epochs.fields == 1
-    with epochs.changing_fields(False):
+    with epochs.note_field_change(False):
         assert epochs.fields == 2
-    with pytest.raises(KeyError), epochs.changing_fields():
+    with pytest.raises(KeyError), epochs.note_field_change():
         raise KeyError
     assert epochs.fields == 4  # even, or readers would wait for ever
 

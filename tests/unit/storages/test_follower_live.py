@@ -268,7 +268,7 @@ def test_rows_in_change_are_waited_for(
 ) -> None:
     rb, seen = pair
     monkeypatch.setattr(tuning, "CHANGE_SECONDS", 0.05)
-    with rb.storage._changing(np.array([4, 7])):
+    with rb.storage._note_changes(np.array([4, 7])):
         assert seen[3]["a"] == 3
         assert seen[8]["a"] == 8
         with pytest.raises(StateError, match="is changing these rows"):

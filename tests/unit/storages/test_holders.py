@@ -11,7 +11,7 @@ class Buffer:
     def __init__(self) -> None:
         self.heard: list[Any] = []
 
-    def _renewed(self, storage: Any) -> None:
+    def _note_renewal(self, storage: Any) -> None:
         self.heard.append(storage)
 
 

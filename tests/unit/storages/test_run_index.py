@@ -61,14 +61,14 @@ def test_who_asks_is_told_what_has_changed() -> None:
     runs = rb.storage.runs
     rb.extend(trajectory_rows(1, 3))
     runs.look()
-    assert runs.changed_since(0) is None
+    assert runs.find_changed(0) is None
     seen = runs.moves
-    assert runs.changed_since(seen) is not None
+    assert runs.find_changed(seen) is not None
     rb.extend(trajectory_rows(2, 3))
     runs.look()
     rb.extend(trajectory_rows(1, 1, 3))
     runs.look()
-    changed = runs.changed_since(seen)
+    changed = runs.find_changed(seen)
     assert changed is not None
     assert changed.tolist() == [1, 0]
     moves = runs.moves
@@ -77,7 +77,7 @@ def test_who_asks_is_told_what_has_changed() -> None:
     for step in range(4, 104):
         rb.extend(trajectory_rows(1, 1, step))
         runs.look()
-    assert runs.changed_since(seen) is None
+    assert runs.find_changed(seen) is None
 
 
 def test_runs_that_got_other_numbers_have_all_changed() -> None:
@@ -90,7 +90,7 @@ def test_runs_that_got_other_numbers_have_all_changed() -> None:
         rb.extend(trajectory_rows(number, 3))
         runs.look()
         fewer = runs.table.count < count  # those whose rows have left were forgotten
-        assert (runs.changed_since(seen) is None) == fewer
+        assert (runs.find_changed(seen) is None) == fewer
         renumbered += fewer
     assert renumbered == 1
 

@@ -97,7 +97,7 @@ class SegmentFields(ReadTogether):
         """Return the rows as they are now; rows up to an id need not be kept."""
         return SegmentCapture(self.segments, self.places, low)
 
-    def renumbered(self, number: Callable[[int], int | None]) -> SegmentFields:
+    def renumber(self, number: Callable[[int], int | None]) -> SegmentFields:
         """Return the fields with other positions, which `number` returns for each of them."""
         places = (number(place) for place in self.places)
         return SegmentFields(self.segments, tuple(place for place in places if place is not None))

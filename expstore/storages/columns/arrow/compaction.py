@@ -20,7 +20,7 @@ from expstore.storages.columns.arrow.segments import Segment
 if TYPE_CHECKING:
     from expstore.storages.columns.arrow.writer import SegmentWriter
 
-__all__ = ["merged", "thinned", "worth_merging"]
+__all__ = ["compact_segment", "merge_segments", "worth_merging"]
 
 #: Number of segments of about the same length that are merged into one.
 TOGETHER = 8
@@ -84,7 +84,7 @@ def _groups(segments: Sequence[Segment], batch_bytes: int) -> list[list[tuple[Se
     return found
 
 
-def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
+def merge_segments(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) -> list[Array]:
     """Return the bytes of a segment with the rows of these segments, without the end mark."""
     widths = store.widths_of(segments)
     parts = [np.frombuffer(widths.head, np.uint8)]
@@ -99,7 +99,7 @@ def merged(store: SegmentWriter, segments: Sequence[Segment], batch_bytes: int) 
     return parts
 
 
-def thinned(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
+def compact_segment(store: SegmentWriter, segment: Segment, low: int, deleted: IdSet) -> list[Array]:
     """Return the bytes of a segment without its removed rows, and without the end mark.
 
     Args:

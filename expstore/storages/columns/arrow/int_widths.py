@@ -83,7 +83,7 @@ def widths_for(own: Widths, bounds: Bounds) -> Widths:
         bounds: The ranges of the integers.
     """
     left = iter(bounds)
-    kinds = tuple(_narrowed(kind, left) for kind in own.kinds)
+    kinds = tuple(_narrow(kind, left) for kind in own.kinds)
     if kinds == own.kinds:
         return own
     schema = pa.schema([part.with_type(kind) for part, kind in zip(own.schema, kinds, strict=True)])
@@ -151,7 +151,7 @@ def _limits(kind: pa.DataType) -> tuple[int, int]:
     return int(info.min), int(info.max)
 
 
-def _narrowed(kind: pa.DataType, bounds: Iterator[tuple[int, int]]) -> pa.DataType:
+def _narrow(kind: pa.DataType, bounds: Iterator[tuple[int, int]]) -> pa.DataType:
     if pa.types.is_integer(kind):
         least, most = next(bounds)
         for smaller in _SMALLER:
@@ -159,7 +159,7 @@ def _narrowed(kind: pa.DataType, bounds: Iterator[tuple[int, int]]) -> pa.DataTy
             if smaller.bit_width < kind.bit_width and low <= least and most <= high:
                 return smaller
         return kind
-    parts = [part.with_type(_narrowed(part.type, bounds)) for part in _inner(kind)]
+    parts = [part.with_type(_narrow(part.type, bounds)) for part in _inner(kind)]
     if isinstance(kind, pa.StructType):
         return pa.struct(parts)
     if isinstance(kind, pa.FixedSizeListType):

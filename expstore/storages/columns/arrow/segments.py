@@ -210,7 +210,7 @@ class Segments(AppendedPart):
 
     def require_rows(self, first_id: int, count: int) -> None:
         """Raise CorruptionError if rows of a readable run are missing."""
-        for missing, rows in self.missing(first_id, count) if count else ():
+        for missing, rows in self.find_missing(first_id, count) if count else ():
             raise CorruptionError(f"rows {missing} to {missing + rows - 1} are missing in {self.folder}")
 
     def paths(self) -> list[Path]:
@@ -454,7 +454,7 @@ class Segments(AppendedPart):
             locations.at[packed], locations.sizes[packed], locations.crc_at[packed], locations.crcs[packed]
         )
         if bad >= 0:
-            raise self._damaged(locations, int(packed[bad]))
+            raise self._build_damage_error(locations, int(packed[bad]))
         columns = [self.plan.columns[number] for number in numbers]
         compressed = locations.compressed[names]
         return unpack(loops, columns, locations.where[names], locations.bytes[names], compressed)
@@ -486,13 +486,13 @@ class Segments(AppendedPart):
             data = ctypes.string_at(address, size)
             header = read_header(data)
             if header is None or crc_of(data, header) != header.crc:
-                raise self._damaged(locations, name)
+                raise self._build_damage_error(locations, name)
             locations.checked[name] = True
         buffer = pa.foreign_buffer(address, size, base=locations.maps)
         schema = self._widths[locations.ways[name]].schema
         return pa.ipc.read_record_batch(buffer, schema).select(list(numbers))
 
-    def _damaged(self, locations: _Locations, name: int) -> CorruptionError:
+    def _build_damage_error(self, locations: _Locations, name: int) -> CorruptionError:
         first, last = locations.firsts[name], locations.lasts[name]
         return CorruptionError(f"the batch of rows {first} to {last} does not have its checksum")
 
@@ -562,7 +562,7 @@ class Segments(AppendedPart):
         found, at = [], first_id
         for name in self._names(locations, first_id, count):
             if locations.firsts[name] > at:
-                found.append(self._none(number, at, int(locations.firsts[name])))
+                found.append(self._build_nulls(number, at, int(locations.firsts[name])))
                 at = int(locations.firsts[name])
             batch = self._decode(locations, name, [number])
             start = at - int(locations.firsts[name])
@@ -570,10 +570,10 @@ class Segments(AppendedPart):
             found.append(self._own(batch.column(0).slice(start, some), number))
             at += some
         if at < first_id + count:
-            found.append(self._none(number, at, first_id + count))
+            found.append(self._build_nulls(number, at, first_id + count))
         return found
 
-    def _none(self, number: int, first: int, end: int) -> pa.Array:
+    def _build_nulls(self, number: int, first: int, end: int) -> pa.Array:
         """Return nulls for rows that were removed; raise CorruptionError for other missing rows."""
         missing = np.arange(first, end)
         young = missing[~self.have_left(missing)]
@@ -587,7 +587,7 @@ class Segments(AppendedPart):
         high = int(np.searchsorted(locations.firsts[: locations.held], first_id + count))
         return iter(range(low, high))
 
-    def used_bytes(self, rows: int) -> float:
+    def measure_row_bytes(self, rows: int) -> float:
         """Return the average disk space of a row, bytes."""
         return self.mean_bytes
 
@@ -607,16 +607,16 @@ class Segments(AppendedPart):
             for low, high in itertools.pairwise(bounds)
         ]
         used, total = (
-            self._disk.used(self.folder) if self._disk.exists(self.folder) else 0,
+            self._disk.measure_space(self.folder) if self._disk.exists(self.folder) else 0,
             max(1, sum(sizes)),
         )
         return sum(header.rows for header in headers), [used * size // total for size in sizes]
 
     def covers(self, first_id: int, count: int) -> bool:
         """Return whether all rows of a run are here, damaged or not."""
-        return next(self.missing(first_id, count), None) is None
+        return next(self.find_missing(first_id, count), None) is None
 
-    def missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
+    def find_missing(self, first_id: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield runs of rows that are not here: (first id, rows)."""
         locations, at = self._locations, first_id
         for name in self._names(locations, first_id, count):

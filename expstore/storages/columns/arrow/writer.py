@@ -22,7 +22,7 @@ from expstore.disk.mapped_files import AddressRange
 from expstore.errors import SchemaError, StorageError
 from expstore.schema.schema import Field
 from expstore.storages.columns.arrow.column import in_place
-from expstore.storages.columns.arrow.compaction import merged, thinned, worth_merging
+from expstore.storages.columns.arrow.compaction import compact_segment, merge_segments, worth_merging
 from expstore.storages.columns.arrow.int_widths import Bounds, Widths, bounds_of, together, widths_for
 from expstore.storages.columns.arrow.ipc import END, encode, read_header
 from expstore.storages.columns.arrow.segments import Segment, Segments
@@ -462,13 +462,13 @@ class SegmentWriter(Segments, WrittenPart, Appender):
         written again without them.
         """
         self._drop()
-        settled = self._settled()
+        settled = self._find_settled()
         for segment, live in zip(settled, self._live(settled), strict=True):
             rows = sum(header.rows for header in segment.headers)
             if 2 * live <= rows and self._is_whole(segment):
-                self._put_for([segment], thinned(self, segment, self._low, self._deleted))
+                self._put_for([segment], compact_segment(self, segment, self._low, self._deleted))
 
-    def _settled(self) -> list[Segment]:
+    def _find_settled(self) -> list[Segment]:
         """Return the segments that are sealed and synced."""
         with self.changing:
             return [segment for segment in self.segments if segment.sealed and segment.file is None]
@@ -493,7 +493,7 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def _drop(self) -> None:
         """Remove the segments without remaining rows."""
-        settled = self._settled()
+        settled = self._find_settled()
         gone = [one for one, live in zip(settled, self._live(settled), strict=True) if not live]
         with self.changing:
             for segment in gone:
@@ -506,12 +506,12 @@ class SegmentWriter(Segments, WrittenPart, Appender):
 
     def _merge(self, marked: int) -> None:
         """Merge short batches into long ones, and short segments into long ones."""
-        settled = [segment for segment in self._settled() if segment.last <= marked]
+        settled = [segment for segment in self._find_settled() if segment.last <= marked]
         settled = [segment for segment in settled if segment.path not in self._unsound]
         size = tuning.ARROW_COMPRESSED_BATCH_BYTES // 2 if self.compression else tuning.ARROW_COMPACTED_BYTES
         chosen = worth_merging(settled, segment_bytes=tuning.ARROW_SEGMENT_BYTES, batch_bytes=size)
         if chosen and all(self._is_whole(segment) for segment in chosen):
-            self._put_for(chosen, merged(self, chosen, size))
+            self._put_for(chosen, merge_segments(self, chosen, size))
 
     def _put_for(self, chosen: Sequence[Segment], parts: Sequence[Array]) -> None:
         """Replace some neighbouring segments by one with these bytes."""

@@ -60,11 +60,11 @@ class PackedAppender(Appender):
 
     def change_error(self, fields: Sequence[Field]) -> SchemaError:
         """Return the error that packed rows cannot be changed."""
-        return _packed_error(fields, "rows cannot be changed")
+        return _build_packed_error(fields, "rows cannot be changed")
 
     def ranking_error(self, fields: Sequence[Field]) -> SchemaError:
         """Return the error that packed rows cannot be replaced by better ones."""
-        return _packed_error(fields, "rows cannot be replaced by better ones")
+        return _build_packed_error(fields, "rows cannot be replaced by better ones")
 
     def check_removable(self, entry: Field) -> None:
         """Raise SchemaError if another column stores rows in the column of a field."""
@@ -172,7 +172,7 @@ class PackedAppender(Appender):
             column.give_back()
 
 
-def _packed_error(fields: Sequence[Field], what: str) -> SchemaError:
+def _build_packed_error(fields: Sequence[Field], what: str) -> SchemaError:
     names = ", ".join(sorted(repr(key_name(entry.key)) for entry in fields))
     return SchemaError(
         f"{'fields' if fields[1:] else 'field'} {names} {'are' if fields[1:] else 'is'} packed: {what}",

@@ -264,7 +264,7 @@ class PackedRows(Column, AppendedPart):
         Chunks of later laps were never committed, and would hide older rows in the same slots.
         """
         self._show_all(
-            one for one in self._found() if one.lap == ANY_LAP or (one.lap, one.shard) <= (lap, shard)
+            one for one in self._list_sources() if one.lap == ANY_LAP or (one.lap, one.shard) <= (lap, shard)
         )
 
     def paths(self) -> list[Path]:
@@ -334,7 +334,7 @@ class PackedRows(Column, AppendedPart):
         )
         return now
 
-    def packed_chunks(self) -> tuple[IntArray, IntArray, int]:
+    def find_packed_chunks(self) -> tuple[IntArray, IntArray, int]:
         """Return the packed chunks in the files, their laps of the ring, and the bytes that they take."""
         locations, table = self._locations, self.packing.table_bytes
         maps = [held for several in locations.maps.values() for held in several]
@@ -359,7 +359,7 @@ class PackedRows(Column, AppendedPart):
             the rows in the chunks, or of a sample of them. A chunk can have gaps, where rows were skipped
             because they would never have been readable.
         """
-        chunks, laps, used = self.packed_chunks()
+        chunks, laps, used = self.find_packed_chunks()
         if not chunks.size:
             return None, np.empty(0, np.int64)
         each = self.packing.rows
@@ -509,11 +509,11 @@ class PackedRows(Column, AppendedPart):
             if address < 0:
                 raise CorruptionError(f"chunk {name} of {self.folder} is missing")
 
-    def _found(self) -> list[Source | Filling]:
+    def _list_sources(self) -> list[Source | Filling]:
         """Return all files and raw chunks that were found when the column was opened."""
         raise NotImplementedError
 
-    def _lost_slots(self, first: int, stop: int, lap: int) -> IntArray:
+    def _find_lost_slots(self, first: int, stop: int, lap: int) -> IntArray:
         """Return the slots of a run without a whole row of this lap, in ascending order.
 
         Only correct while a store is opened, before rows are added.
@@ -522,7 +522,7 @@ class PackedRows(Column, AppendedPart):
         low, high = first // each, -(-stop // each)
         there = np.zeros(max(high, locations.where.size), bool)
         raw: dict[int, Array] = {}
-        for source in self._found():
+        for source in self._list_sources():
             if source.lap not in (lap, ANY_LAP):
                 continue
             places = source.shard * chunks + np.flatnonzero(source.chunks.offsets >= 0)
@@ -543,7 +543,7 @@ class PackedRows(Column, AppendedPart):
     def require_rows(self, first_id: int, count: int) -> None:
         """Raise CorruptionError if rows of a readable run are missing, here or in the partner."""
         for slot, lap, n in self._pieces(first_id, count):
-            lost = self._lost_slots(slot, slot + n, lap)
+            lost = self._find_lost_slots(slot, slot + n, lap)
             if lost.size:
                 self._explain(lost[:1] // self.packing.rows, np.full(1, -1))
         if self.partner is not None and count:
@@ -598,7 +598,7 @@ class PackedRows(Column, AppendedPart):
             torn = [frame.address + self.packing.table_bytes for frame, _ in self._torn]
             if (((laps == lap) | (laps == ANY_LAP)) & (where > 0) & ~np.isin(where, torn)).all():
                 return False
-        return bool(self._lost_slots(slot, slot + count, lap).size)
+        return bool(self._find_lost_slots(slot, slot + count, lap).size)
 
     def _read_tables(self, where: IntArray, which: IntArray, inside: IntArray) -> tuple[int, IntArray]:
         """Return the number of the first damaged table, -1 for none, and the distances in the tables."""
@@ -684,7 +684,7 @@ class PackedRows(Column, AppendedPart):
 
     def size(self, held: int, ids: Callable[[IntArray], IntArray]) -> FieldSize:
         """Return how the field is stored, by the chunks that were found; see `Column`."""
-        used, packing = self._disk.used(self.folder), self.packing
+        used, packing = self._disk.measure_space(self.folder), self.packing
         ratio, shared = None, None
         with contextlib.suppress(StorageError):  # damaged, or a file that the writer is renaming
             ratio, slots = self.measure_compression(ids)
@@ -699,9 +699,9 @@ class PackedRows(Column, AppendedPart):
         """The size of a row in memory, bytes."""
         return self.row_bytes
 
-    def used_bytes(self, rows: int) -> float:
+    def measure_row_bytes(self, rows: int) -> float:
         """Return the average disk space of a row, bytes, if there are `rows` rows."""
-        return self._disk.used(self.folder) / max(1, rows)
+        return self._disk.measure_space(self.folder) / max(1, rows)
 
     def close(self) -> None:
         """Close the files; a map is removed with the last array over it."""

@@ -96,7 +96,7 @@ class PackedReader(PackedRows, FollowedPart):
         """Make only rows up to this id readable. Called when there is no writer any more."""
         (lap, slot), each = self.place_behind(last), self.packing.rows
         inside = slot % each
-        lost = self._lost_slots(slot - inside, slot, lap)
+        lost = self._find_lost_slots(slot - inside, slot, lap)
         self._show_up_to(lap, slot // self.packing.shard)
         try:
             rows = self.part(slot - inside, inside)
@@ -105,12 +105,12 @@ class PackedReader(PackedRows, FollowedPart):
         self._sources = [source for source in self._sources or () if source.cut(lap, slot // each)]
         self._show_all(self._sources)
         self._show_rest(slot - inside, rows)
-        parts = [lost, self._lost_slots(0, slot - inside, lap)]
+        parts = [lost, self._find_lost_slots(0, slot - inside, lap)]
         if lap and self.slots is not None:
-            parts.append(self._lost_slots(slot - inside + (each if inside else 0), self.slots, lap - 1))
+            parts.append(self._find_lost_slots(slot - inside + (each if inside else 0), self.slots, lap - 1))
         self._note_lost(np.concatenate(parts))
 
-    def _found(self) -> list[Source | Filling]:
+    def _list_sources(self) -> list[Source | Filling]:
         return [*(self._sources or ())]
 
     def _miss(self, shard: int, chunks: IntArray) -> None:
@@ -121,9 +121,9 @@ class PackedReader(PackedRows, FollowedPart):
     def _note_missing(self) -> None:
         """Mark all missing chunks as damaged, except in the shard that is being filled."""
         (lap, shard), each, chunks = self._at, self.packing.rows, self.packing.chunks
-        lost = self._lost_slots(0, shard * self.packing.shard, lap)
+        lost = self._find_lost_slots(0, shard * self.packing.shard, lap)
         if lap and self.slots is not None and (shard + 1) * self.packing.shard < self.slots:
-            later = self._lost_slots((shard + 1) * self.packing.shard, self.slots, lap - 1)
+            later = self._find_lost_slots((shard + 1) * self.packing.shard, self.slots, lap - 1)
             lost = np.concatenate([lost, later])
         for name in np.unique(lost // each).tolist():
             self._miss(name // chunks, np.array([name % chunks]))

@@ -96,7 +96,7 @@ class PackedColumn(PackedRows, WrittenPart):
         if distances is None:
             distances = np.zeros(len(rows), np.int64)
         lap, slot = self.place_behind(first_id - 1)
-        done = self._written_before(lap, slot, rows)
+        done = self._count_written(lap, slot, rows)
         if not done and (lap, slot) != (self._lap, self._next):
             self._move_to(lap, slot)
         each = self.packing.rows
@@ -116,7 +116,7 @@ class PackedColumn(PackedRows, WrittenPart):
             if self._next == self.slots:
                 self._lap, self._next = self._lap + 1, 0
 
-    def _written_before(self, lap: int, slot: int, rows: Array) -> int:
+    def _count_written(self, lap: int, slot: int, rows: Array) -> int:
         """Return how many of these rows are already written: after a failed write, rows are written again.
 
         Raises:
@@ -280,10 +280,10 @@ class PackedColumn(PackedRows, WrittenPart):
         named = [source for source in named if (source.shard, source.lap) not in again]
         self._sources, self._sources_new = [*self._areas(), *named], True
         self._show_all([*self._sources, *self._unnamed])
-        if self.slots is None and (last := max((one.shard for one in self._found()), default=0)):
+        if self.slots is None and (last := max((one.shard for one in self._list_sources()), default=0)):
             grow_shape(self._disk, self.folder, (last + 1) * self.packing.shard)
 
-    def _found(self) -> list[Source | Filling]:
+    def _list_sources(self) -> list[Source | Filling]:
         return [*self._sources, *self._unnamed]
 
     @property
@@ -437,9 +437,9 @@ class PackedColumn(PackedRows, WrittenPart):
         A finished shard never changes, because a snapshot may share it (a hard link). A smaller file takes
         its name, and readers that have the former file open keep using it.
         """
-        near = deleted.rows.common(deleted.near.widened(self.packing.rows + self.lent))
+        near = deleted.rows.intersect(deleted.near.widen(self.packing.rows + self.lent))
         shard = self.packing.shard
-        numbers = IdSet.merged((near.first - 1) // shard, (near.last - 1) // shard)
+        numbers = IdSet.merge((near.first - 1) // shard, (near.last - 1) // shard)
         for first, last in numbers:
             for number in range(first, last + 1):
                 if self._disk.exists(self.shard_path(number)):

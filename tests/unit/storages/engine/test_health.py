@@ -31,10 +31,10 @@ def test_a_block_that_raises_is_an_interruption() -> None:
 
 def test_a_failed_fsync_refuses_everything_behind_it() -> None:
     health = Health(Path("run.exp"))
-    with pytest.raises(StorageError), health.guarding():
+    with pytest.raises(StorageError), health.guard():
         raise lost()
     assert not health.needs_recovery
-    for act in (health.check, lambda: health.guarding().__enter__()):
+    for act in (health.check, lambda: health.guard().__enter__()):
         with pytest.raises(StateError, match="run.exp can no longer be written: fsync failed") as caught:
             act()
         assert caught.value.kind == "poisoned"
@@ -42,6 +42,6 @@ def test_a_failed_fsync_refuses_everything_behind_it() -> None:
 
 def test_other_failures_leave_all_as_it_was() -> None:
     health = Health(Path("run.exp"))
-    with pytest.raises(StorageError), health.guarding():
+    with pytest.raises(StorageError), health.guard():
         raise StorageError("the disk is full", kind="disk_full")
     assert health.is_sound

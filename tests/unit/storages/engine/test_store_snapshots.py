@@ -55,7 +55,9 @@ class World:
         monkeypatch.setattr(
             store_snapshots, "Arrival", SimpleNamespace(of=lambda content, store: f"arrival of {content}")
         )
-        monkeypatch.setattr(store_snapshots, "resized", lambda store, capacity, progress: f"to {capacity}")
+        monkeypatch.setattr(
+            store_snapshots, "read_resized", lambda store, capacity, progress: f"to {capacity}"
+        )
         self.snapshots = StoreSnapshots(self.store, check=lambda: None, updates=updates, reopen=self.reopen)
 
     def build(self, store: Any, path: Path, arrival: Any, *, sequence: int, ready: int) -> None:
