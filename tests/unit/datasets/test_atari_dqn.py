@@ -183,7 +183,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"differ in length: \$store\$_observation_ckpt\.0\.gz 49"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.array([{}], object))
-    with pytest.raises(SchemaError, match=r"_observation_ckpt\.0\.gz is an array of object"):
+    with pytest.raises(
+        SchemaError, match=r"_observation_ckpt\.0\.gz cannot be read: it is an array of object"
+    ):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     assert not (tmp_path / "a.exp").exists()
     path.write_bytes(data)

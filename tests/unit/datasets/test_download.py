@@ -74,7 +74,7 @@ def test_a_part_that_is_complete_is_not_fetched_again(public: Path, tmp_path: Pa
 
 def test_what_is_wrong_is_said(public: Path, tmp_path: Path) -> None:
     with serving_files(public) as server:
-        with pytest.raises(StorageError, match="has 300000 bytes, 5 are expected"):
+        with pytest.raises(StorageError, match="has 300000 bytes; 5 are expected"):
             fetch_files([remote(server, size=5)], tmp_path / "got")
         with pytest.raises(StorageError, match="SHA-256 .* abc is expected"):
             fetch_files([remote(server, sha256="abc")], tmp_path / "got")

@@ -115,7 +115,7 @@ def test_force_from_the_command_line_keeps_the_store(
     assert "pass files that you fetched yourself with source=" in told
     assert run(["datasets", "info", name]) == 0
     assert hidden(tmp_path / "cache") == []
-    with pytest.raises(NotFoundError, match="is gone"):
+    with pytest.raises(NotFoundError, match="no longer exists"):
         AtariDQNExperienceReplay("Pong/1", download="force")
 
 

@@ -192,7 +192,7 @@ def test_beside_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], roo
 
 def test_a_run_without_files_says_where_they_come_from(tmp_path: Path) -> None:
     with pytest.raises(
-        NotFoundError, match=r"gs://atari-replay-datasets/dqn, is gone; give source=.*mirror="
+        NotFoundError, match=r"gs://atari-replay-datasets/dqn, no longer exists; pass source=.*mirror="
     ):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path)
     with pytest.raises(ValueError, match="not part of the available datasets"):
