@@ -119,7 +119,7 @@ def test_files_without_a_token_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert (code, error["kind"]) == (1, "storage")
 
 
-def test_a_store_that_somebody_writes_to_is_followed_or_refused(
+def test_a_store_with_a_writer_is_followed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.exp"

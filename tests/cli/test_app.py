@@ -677,7 +677,7 @@ def alarms() -> Iterator[None]:
         gymnasium.registry.pop(f"Alarm{times}-v0")
 
 
-def test_collect_and_go_on(cli: Cli, tmp_path: Path) -> None:
+def test_collect_continues_an_existing_store(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     command = ("collect", "CartPole-v1", path, "--envs", 4, "--seed", 7)
     done = cli(*command, "--steps", 300, "--capacity", 1000)

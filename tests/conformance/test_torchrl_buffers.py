@@ -58,7 +58,7 @@ def test_adding_goes_round(tmp_path: Path, storage: str) -> None:
 
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_emptying_begins_anew(tmp_path: Path, storage: str, buffer: str) -> None:
+def test_emptying_starts_over(tmp_path: Path, storage: str, buffer: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = made(lib, storage, 4, buffer, batch_size=2)
         tell.fails(rb.sample, "Cannot sample from an empty storage")
@@ -339,7 +339,7 @@ def test_what_can_be_sampled(tmp_path: Path) -> None:
     same(program, tmp_path)
 
 
-def test_next_gives_batches_until_there_is_none(tmp_path: Path) -> None:
+def test_next_returns_batches_until_the_end(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.ReplayBuffer(
             storage=lib.LazyTensorStorage(10), sampler=lib.SamplerWithoutReplacement(), batch_size=4

@@ -121,10 +121,16 @@ GROUPS = {
     ),
     "unit/maintenance/test_resize.py::test_many_lists_of_rows": Group("lives", again=True),
     "property/test_whole_buffer.py::test_thousands_of_lives": Group("lives", again=True),
-    "unit/samplers/test_slices_stress.py::test_threads_beside_a_writer": Group("crowds", 4, alone=True),
-    "unit/samplers/test_slices_stress.py::test_a_follower_beside_a_writer": Group("crowds", 4, alone=True),
-    "unit/storages/test_follower_stress.py::test_followers_beside_a_writer": Group("crowds", alone=True),
-    "unit/buffers/test_stress.py::test_sampling_beside_a_writer": Group("crowds", 3, alone=True),
+    "unit/samplers/test_slices_stress.py::test_threads_sample_while_a_writer_writes": Group(
+        "crowds", 4, alone=True
+    ),
+    "unit/samplers/test_slices_stress.py::test_a_follower_reads_while_a_writer_writes": Group(
+        "crowds", 4, alone=True
+    ),
+    "unit/storages/test_follower_stress.py::test_followers_read_while_a_writer_writes": Group(
+        "crowds", alone=True
+    ),
+    "unit/buffers/test_stress.py::test_sampling_while_a_writer_writes": Group("crowds", 3, alone=True),
     "crash/test_protocol_model.py::test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something": Group(
         "model"
     ),

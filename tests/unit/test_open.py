@@ -84,7 +84,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("mode", ["a", "w"])
-def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
+def test_invalid_settings_are_refused(store_path: Path, mode: Any) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
     before = read_files(store_path, "LOCK")

@@ -170,7 +170,7 @@ def test_sampleable_weighs_slices_by_where_they_can_begin() -> None:
     assert [one.can_sample(2) for one in members] == [False, True, True]
 
 
-def test_sampleable_needs_somebody() -> None:
+def test_sampleable_needs_a_sampleable_member() -> None:
     rb = ensemble(n=0, p="sampleable")
     with pytest.raises(NotReadyError, match="None of the replay-buffer ensemble members can be sampled"):
         rb.sample(3)
@@ -225,7 +225,7 @@ def test_members_with_other_fields_are_stacked_lazily() -> None:
 # -- resuming -----------------------------------------------------------------------------------------
 
 
-def test_draws_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened(folder: str) -> ReplayBufferEnsemble:
         members = [
             expstore.open(tmp_path / folder / f"{number}.exp", capacity=50, seed=number)
@@ -260,7 +260,7 @@ def test_a_generator_decides_members_and_rows() -> None:
     assert draw(0) != draw(1)
 
 
-def test_the_state_goes_on_elsewhere() -> None:
+def test_the_state_continues_in_another_buffer() -> None:
     rb, other = ensemble(batch_size=6), ensemble(batch_size=6)
     rb.sample()
     other.load_state_dict(rb.state_dict())
@@ -687,7 +687,7 @@ def test_streams_that_are_ended_are_cut_there(disk: bool, tmp_path: Path) -> Non
             assert len(again.episodes().fetchall()) == 2
 
 
-def test_every_lane_is_ended_and_named_streams_go_on() -> None:
+def test_every_lane_is_ended_and_named_streams_continue() -> None:
     storage = MemoryStorage(50, seed=1)
     flatten_dims(storage)
     one = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2))

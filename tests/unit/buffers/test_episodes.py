@@ -154,7 +154,7 @@ def test_every_trajectory_of_random_interleavings_is_what_was_written(
                         assert list(zip(found["id"].tolist(), found["number"].tolist(), strict=True)) == left
 
 
-def test_a_trajectory_read_beside_a_writer_is_whole(store_path: Path) -> None:
+def test_a_trajectory_read_during_writes_is_whole(store_path: Path) -> None:
     """Each read is some steps in a row, up to the newest, with the bytes of these very rows."""
     with expstore.open(store_path, capacity=64) as rb:
         rb.extend(steps(8, 1), source="a")

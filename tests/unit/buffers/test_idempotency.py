@@ -372,7 +372,7 @@ def test_a_follower_says_nothing_of_keys(tmp_path: Path) -> None:
                 follower.extend(numbered_rows(4), idempotency_key="a")
 
 
-def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_named_and_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with disk(tmp_path, 20) as rb:
         rb.extend(numbered_rows(4), idempotency_key="a")
         rb.extend(numbered_rows(4), idempotency_key="b")

@@ -267,7 +267,7 @@ def test_a_former_open_episode_of_the_source_is_cut(tmp_path: Path) -> None:
         assert episodes(rb)[2] == ("env-0", 2, 7.0, "cut")
 
 
-def test_an_adopted_episode_goes_on(tmp_path: Path) -> None:
+def test_an_adopted_episode_continues(tmp_path: Path) -> None:
     """A restarted robot stands where it stood: its first step must continue the adopted episode."""
     path = tmp_path / "a.exp"
     with expstore.open(path) as rb:

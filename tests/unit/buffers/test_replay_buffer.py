@@ -241,7 +241,7 @@ def test_an_index_that_is_not_there(turned: TensorDictReplayBuffer) -> None:
     assert turned["action"].tolist() == [i % 5 for i in BY_INDEX]
 
 
-def test_indices_that_are_none(turned: TensorDictReplayBuffer) -> None:
+def test_invalid_indices_are_refused(turned: TensorDictReplayBuffer) -> None:
     with pytest.raises(TypeError, match="rows are found by integers, not float64"):
         turned[[0.5]]
     with pytest.raises(NotFoundError, match=r"the mask has shape \(3,\), the store 10 rows"):
@@ -847,9 +847,7 @@ def test_two_writers_wait_for_one_another(make: Make) -> None:
     assert len(set(steps)) == 900
 
 
-def test_the_next_extend_after_an_interruption_goes_on_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from expstore.episodes.table import EpisodeTable
 
     with expstore.open(tmp_path / "run.exp", capacity=100, batch_size=8) as rb:

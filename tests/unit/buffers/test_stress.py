@@ -177,7 +177,7 @@ class Crowd:
     ids=["short", "long"],
 )
 @pytest.mark.parametrize(("name", "layout"), [*((name, "flat") for name in MAKE), ("random", "auto")])
-def test_sampling_beside_a_writer(
+def test_sampling_while_a_writer_writes(
     name: str, layout: Any, seconds: float, least: float, store_path: Path
 ) -> None:
     settings = {"capacity": CAPACITY, "batch_size": BATCH, "layout": layout}

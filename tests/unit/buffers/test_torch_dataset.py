@@ -58,7 +58,7 @@ class Writer:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 400])
-def test_each_row_comes_once_per_epoch_beside_a_writer(tmp_path: Path, capacity: int | None) -> None:
+def test_each_row_comes_once_per_epoch_during_writes(tmp_path: Path, capacity: int | None) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=capacity) as rb:
         rb.extend(rows(400))
         dataset = rb.to_torch_dataset()

@@ -145,7 +145,7 @@ def test_an_empty_store_has_no_fields_to_set() -> None:
         rb.update_if_present(id=[1], patch={"n": torch.zeros(1)})
 
 
-def test_rows_that_were_changed_begin_anew_by_priority(make: Make) -> None:
+def test_mark_update_gives_rows_the_highest_priority(make: Make) -> None:
     rb = make(sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=100)
     rb.extend(rows(0, 1, 2, 3))
     rb.update_priority([0, 1, 2, 3], [0.0, 0.0, 6.0, 0.0])

@@ -384,7 +384,7 @@ def test_ctrl_c_in_the_policy_loses_no_step(mode: AutoresetMode, at: int) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_collecting_goes_on_after_an_interruption_as_if_there_was_none(mode: AutoresetMode) -> None:
+def test_collecting_continues_after_an_interruption(mode: AutoresetMode) -> None:
     rb = FakeBuffer()
     collector = Collector(make_envs(mode=mode), Interrupting(8, KeyboardInterrupt()), rb, steps_per_lane=5)
     with pytest.raises(KeyboardInterrupt):

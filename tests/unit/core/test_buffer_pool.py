@@ -24,7 +24,7 @@ def address(array: Any) -> int:
     return int(array.ctypes.data)
 
 
-def test_what_nobody_has_is_used_again() -> None:
+def test_unreferenced_buffers_are_reused() -> None:
     recycled = Recycled()
     first = recycled.empty(SHAPE, FLOAT)
     assert (first.shape, first.dtype) == (SHAPE, FLOAT)

@@ -7,7 +7,7 @@ import numpy as np
 from expstore.core.change_log import ChangeLog
 
 
-def test_a_change_that_goes_on_is_not_among_them() -> None:
+def test_a_running_change_makes_all_changes_unknown() -> None:
     changed = ChangeLog()
     changed.begin()
     assert changed.number == 1

@@ -203,7 +203,7 @@ def test_a_tensorclass_comes_back_where_its_module_is_known(tmp_path: Path) -> N
         assert len(again) == 10
 
 
-def test_a_class_that_nobody_can_find_comes_back_as_a_tensordict(tmp_path: Path) -> None:
+def test_an_unknown_class_is_read_as_a_tensordict(tmp_path: Path) -> None:
     @tensorclass
     class Local:
         a: torch.Tensor

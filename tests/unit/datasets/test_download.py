@@ -26,7 +26,7 @@ def public(tmp_path: Path) -> Path:
     return tmp_path / "public"
 
 
-def test_a_broken_connection_goes_on_where_it_broke(public: Path, tmp_path: Path) -> None:
+def test_a_broken_connection_continues_where_it_broke(public: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with serving_files(public, break_after=[100_000, 50_000]) as server:
         file = remote(server, size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
@@ -39,7 +39,7 @@ def test_a_broken_connection_goes_on_where_it_broke(public: Path, tmp_path: Path
     assert told[-1] == (300_000, 300_000)
 
 
-def test_a_later_call_goes_on_unless_the_file_is_another(public: Path, tmp_path: Path) -> None:
+def test_a_later_call_continues_unless_the_file_changed(public: Path, tmp_path: Path) -> None:
     def give_up(seconds: float) -> None:
         raise KeyboardInterrupt
 

@@ -218,7 +218,7 @@ def test_groups_with_plain_numbers_are_episodes(tmp_path: Path, above: str) -> N
         import_hdf5(source, tmp_path / "b.exp")
 
 
-def test_numbered_groups_beside_shared_rewards_are_agents(tmp_path: Path) -> None:
+def test_numbered_groups_next_to_shared_rewards_are_agents(tmp_path: Path) -> None:
     source = write_groups(tmp_path / "a.hdf5", ("agents/0", "agents/1"))
     with h5py.File(source, "a") as file:
         file["rewards"] = np.zeros(5)

@@ -203,7 +203,7 @@ def test_killed_between_the_rows_of_an_episode_and_its_end(
     assert picture(tmp_path / "killed.exp") == picture(tmp_path / "whole.exp")
 
 
-def test_another_source_begins_anew(tmp_path: Path) -> None:
+def test_another_source_starts_over(tmp_path: Path) -> None:
     source, other = make_source(tmp_path / "raw"), make_source(tmp_path / "other", seed=1)
     target = tmp_path / "a.exp"
     assert not kill_import(source, target, 20)

@@ -225,7 +225,7 @@ def of_torchrl(name: str, target: Path) -> TensorDict:
     return theirs._download_and_preproc()
 
 
-def test_beside_torchrl(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_equal_torchrls(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain(root / "old-v0")
     # Theirs allocates files for the rows and never writes them: every value is 0.
     found = of_torchrl("old-v0", tmp_path / "zeros")

@@ -119,7 +119,7 @@ def test_what_one_buffer_says_of_its_rows_is_left_out() -> None:
     assert set(rb.sample(6).keys()) == {"x", "n"}
 
 
-def test_draws_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened() -> OfflineToOnlineReplayBuffer:
         dataset = ReplayBuffer(storage=ZarrStorage(tmp_path / "old.exp", 100))
         return OfflineToOnlineReplayBuffer(

@@ -102,7 +102,7 @@ def test_episodes(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -
         assert part["episode"].unique().tolist() == [number]
 
 
-def test_beside_torchrls_class(tmp_path: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     rows, _ = imported(tmp_path, archive(tmp_path / "raw" / "a.tar", episodes()))
     start = 0
     for number, there in enumerate(episodes()):

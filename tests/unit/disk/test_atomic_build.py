@@ -50,7 +50,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException], sin
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_what_somebody_else_made_meanwhile_stays(tmp_path: Path, single: bool) -> None:
+def test_a_target_made_by_another_process_stays(tmp_path: Path, single: bool) -> None:
     target = tmp_path / "out"
 
     def interfere() -> None:

@@ -438,7 +438,7 @@ def test_single_rows_of_one_episode_make_one_fragment() -> None:
     assert table.fragments.rows.shape == (5, 1)
 
 
-def test_a_truncated_episode_goes_on_only_while_rows_are_left() -> None:
+def test_a_truncated_episode_continues_only_while_rows_are_left() -> None:
     for low, expected in ((1, (1, 2)), (2, (2, 0))):
         for evicted in (False, True):  # what the index has asked must make no difference
             table = EpisodeTable()

@@ -174,7 +174,7 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.some(1)
-def test_an_episode_without_its_beginning_counts_anew(tmp_path: Path, form: str) -> None:
+def test_an_episode_without_its_beginning_counts_from_zero(tmp_path: Path, form: str) -> None:
     """Its steps follow one another; where some are missing in between, another one begins."""
     with expstore.open(tmp_path / "run.exp", capacity=40) as rb:
         rb.extend(typed_rows(100, every=30))

@@ -198,7 +198,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_new_buffer_goes_on_where_a_killed_one_stopped(store_path: Path) -> None:
+def test_a_new_buffer_continues_where_a_killed_one_stopped(store_path: Path) -> None:
     done = warm_processes.run([sys.executable, "-c", KILLED, str(store_path)], check=False)
     assert done.returncode == -signal.SIGKILL
     with ExpStorage(store_path, source="w").buffer as kept:
@@ -362,7 +362,7 @@ def test_a_data_set_may_be_read_only(storage: ExpStorage) -> None:
         rb.extend(rows(1))
 
 
-def test_stores_that_are_none(tmp_path: Path) -> None:
+def test_unsuitable_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not int"):
         ExpStorage(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="capacity: settings go with a folder"):

@@ -148,7 +148,7 @@ def test_samples_are_of_the_size_and_on_the_device_that_were_asked_for() -> None
     assert hook.sample().device == torch.device("meta")
 
 
-def test_an_iteration_ends_and_begins_anew() -> None:
+def test_an_iteration_ends_and_restarts() -> None:
     for home, make in ((expstore, ReplayBufferTrainer), (their_data, theirs.ReplayBufferTrainer)):
         rb = home.TensorDictReplayBuffer(
             storage=home.LazyTensorStorage(6), sampler=home.SamplerWithoutReplacement(), batch_size=2
@@ -166,7 +166,7 @@ def test_an_iteration_ends_and_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_lanes_go_on_with_the_next_batch(store_path: Path, flatten: bool) -> None:
+def test_lanes_continue_with_the_next_batch(store_path: Path, flatten: bool) -> None:
     """Nothing but the lane says to which episode a row belongs."""
     with expstore.open(store_path, batch_size=4, seed=1) as rb:
         hook = ReplayBufferTrainer(rb, flatten_tensordicts=flatten)
@@ -376,7 +376,7 @@ def test_a_trainer_learns_from_a_store(rb: expstore.TensorDictReplayBuffer) -> N
 
 
 @pytest.mark.parametrize("backend", ["torch", "unified"])
-def test_a_trainer_that_is_loaded_goes_on_with_the_next_batches(
+def test_a_loaded_trainer_continues_with_the_next_batches(
     backend: str, tmp_path: Path, store_path: Path
 ) -> None:
     file = tmp_path / "trainer"

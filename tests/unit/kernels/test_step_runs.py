@@ -97,7 +97,7 @@ def test_what_has_changed_is_told_once() -> None:
     assert again.size == 0
 
 
-def test_an_episode_goes_on_after_all_its_rows_have_left() -> None:
+def test_an_episode_continues_after_all_its_rows_have_left() -> None:
     table = RunTable(columns((1, 0, 3, 1, 1), (2, 0, 3, 4, 1)), 5)
     assert table.first.tolist() == [3, 2]
     for more in (columns((1, 0, 4, 1, 1)), columns((1, 4, 2, 8, 1))):  # it grows where it was, and elsewhere

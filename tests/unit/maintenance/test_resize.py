@@ -376,7 +376,7 @@ def test_rows_of_several_dims_are_whole_steps(
         assert rb.storage.last == 96
 
 
-def test_a_reader_goes_on(tmp_path: Path) -> None:
+def test_an_open_reader_continues(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "shared")
     with expstore.open(path, mode="r") as reader:

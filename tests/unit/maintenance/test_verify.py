@@ -283,7 +283,7 @@ def test_the_command_on_a_store_of_which_no_row_can_be_read(
     assert name in capsys.readouterr().out
 
 
-def test_the_command_beside_a_writer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_next_to_a_writer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with expstore.open(store):
         assert run(["verify", str(store)]) == 3
     assert "has it open for writing" in capsys.readouterr().err

@@ -195,7 +195,7 @@ def test_batches_are_the_callers_own(server: Serving, name: str) -> None:
         assert not {"id", "index"} & set(bare.keys())
 
 
-def test_iteration_goes_on_and_ends(server: Serving, name: str) -> None:
+def test_iteration_continues_and_ends(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4) as rb:
         with pytest.raises(NotReadyError):
             next(iter(rb))
@@ -517,7 +517,7 @@ def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
         assert len(rb) == 3
 
 
-def test_a_stream_that_breaks_goes_on(server: Serving, name: str) -> None:
+def test_a_broken_stream_continues(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=5000, seed=5) as rb:
         rb.extend(batch_of(50))
         wanted = list(rb.stream(12))

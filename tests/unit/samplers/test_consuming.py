@@ -224,7 +224,7 @@ def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
     one.close()
 
 
-def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
+def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:
     """The journal is read again, and with it the column; a batch that was interrupted does not count."""
     whole = memory_buffer(100, seed=SEED, consume_after_n_samples=2, batch_size=7)
     with opened(tmp_path / "a.exp", capacity=100) as rb:
@@ -435,7 +435,7 @@ def live(rb: TensorDictReplayBuffer) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [200, None])
 @pytest.mark.parametrize("end", ["close", "kill", "kill after flush", "power cut after flush"])
-def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
     """The next 50 batches, while more rows come, are those of a buffer in RAM that has lived on."""
     path = tmp_path / "a.exp"
 

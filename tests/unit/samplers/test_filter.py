@@ -251,7 +251,7 @@ def test_changed_rows_follow_after_a_refresh(make: Callable[..., TensorDictRepla
     rb.close()
 
 
-def test_episodes_that_go_on_end_or_are_cut_follow_after_a_refresh(
+def test_changed_episodes_are_seen_after_a_refresh(
     make: Callable[..., TensorDictReplayBuffer],
 ) -> None:
     rb = make(RandomSampler(where="episode.status = 'terminated'"))
@@ -381,7 +381,9 @@ def test_a_snapshot_opened_for_reading_draws_by_the_filter(store_path: Path, tmp
         assert drawn_with(copied, 3) == expected
 
 
-def test_other_content_is_evaluated_anew(make: Callable[..., TensorDictReplayBuffer], tmp_path: Path) -> None:
+def test_other_content_is_evaluated_again(
+    make: Callable[..., TensorDictReplayBuffer], tmp_path: Path
+) -> None:
     rb = make(RandomSampler(where="kind = 2"))
     rb.extend(rows(100))
     rb.sample()
@@ -398,7 +400,7 @@ def test_other_content_is_evaluated_anew(make: Callable[..., TensorDictReplayBuf
     rb.close()
 
 
-def test_a_restart_goes_on_with_the_batch_that_would_have_come(store_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(store_path: Path) -> None:
     sampler = RandomSampler(where="kind = 2")
     with on_disk(store_path, sampler) as rb:
         rb.extend(rows(400))
@@ -761,7 +763,7 @@ def test_a_pass_drops_the_rest_that_fills_no_batch() -> None:
     assert len(rb.sample(100)) == 100
 
 
-def test_a_pass_goes_on_after_a_restart(store_path: Path) -> None:
+def test_a_pass_continues_after_a_restart(store_path: Path) -> None:
     def opened() -> TensorDictReplayBuffer:
         return on_disk(store_path, SamplerWithoutReplacement(where="kind = 2"))
 
@@ -965,7 +967,7 @@ def test_a_new_row_is_not_taken_for_the_one_that_was_in_its_slot() -> None:
         assert int(rb.sample(500)["number"].max()) < 10_000
 
 
-def test_iteration_goes_on_with_rows_that_have_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_continues_with_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Filter, "_hurry", lambda self, storage: None)  # as if the thread were late
     rb = in_memory(ConsumingSampler(where="kind = 2"))
     rb.extend(rows(7))

@@ -91,7 +91,7 @@ def test_a_schedule_narrows_it_down() -> None:
     assert found[-1] == 100
 
 
-def test_a_restart_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(tmp_path: Path) -> None:
     def opened() -> TensorDictReplayBuffer:
         return expstore.open(
             tmp_path / "a.exp", capacity=50, sampler=RecencySampler(half_life=9), batch_size=16, seed=3

@@ -313,7 +313,7 @@ def live(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
-def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
     with live(tmp_path / "whole.exp", capacity) as whole:
         expected = [whole.sample() for _ in range(50)]
     pid = os.fork()

@@ -121,7 +121,7 @@ def test_batches_made_ahead_and_given_back_come_again() -> None:
     assert [slices(rb.sample()) for _ in range(3)] == [[[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
 
 
-def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
+def test_the_state_continues_in_another_buffer_and_in_copies() -> None:
     one, two = (
         memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
         memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
@@ -136,7 +136,7 @@ def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
     assert slices(two.sample()) == [[6, 7, 8]]
 
 
-def test_a_version_goes_on_where_it_was_made(tmp_path: Path) -> None:
+def test_a_restored_version_continues_where_it_was_saved(tmp_path: Path) -> None:
     rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
     rb.extend(values(12))
     rb.sample()
@@ -160,7 +160,7 @@ def test_what_comes_after_empty_is_new() -> None:
     assert slices(rb.sample()) == [[30, 31, 32]]
 
 
-def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
+def test_during_writes_every_slice_is_whole_and_drawn_at_most_once() -> None:
     rb = memory_buffer(400, seed=4, sampler=StreamingSliceSampler(slice_len=4), batch_size=8)
     rb.extend(values(40))
 

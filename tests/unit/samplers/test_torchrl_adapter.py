@@ -195,7 +195,7 @@ def test_priorities_of_rows_that_have_left_are_not_told() -> None:
     assert sampler.told[-1] == ("priority", [9], [2.0], 10)
 
 
-def test_iteration_ends_where_it_has_run_out_and_begins_anew() -> None:
+def test_iteration_ends_when_exhausted_and_restarts() -> None:
     rb = make(Passes())
     for _ in range(3):
         assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]

@@ -78,7 +78,7 @@ def test_large_passes_are_shuffled_well() -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-def test_a_pass_begins_anew_when_the_number_of_rows_changes() -> None:
+def test_a_pass_restarts_when_the_number_of_rows_changes() -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(), batch_size=4)
     rb.extend(numbered_rows(6))
     rb.sample()
@@ -141,7 +141,9 @@ def opened(path: Path, **keywords: Any) -> TensorDictReplayBuffer:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, 200, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
-def test_a_restart_goes_on_in_the_middle_of_a_pass(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_pass_continues_in_the_middle_after_a_restart(
+    capacity: int | None, end: str, tmp_path: Path
+) -> None:
     def live(path: Path) -> TensorDictReplayBuffer:
         rb = opened(path, capacity=capacity)
         rb.extend(numbered_rows(120))

@@ -478,7 +478,7 @@ def test_half_precision_reads_as_float(index: Index, rng: np.random.Generator, s
     ] == pytest.approx(shown[:100][half[:100] < 0, 1].mean(dtype=np.float64))
 
 
-def test_a_field_of_two_dims_beside_half_precision(index: Index) -> None:
+def test_a_two_dimensional_field_next_to_half_precision(index: Index) -> None:
     """Rows that pass a filter have their own values, also where they are read in several batches."""
     ids = np.arange(1, 140_001)
     frames = np.stack([ids, -ids, ids * 2, ids * 3], 1).reshape(-1, 2, 2)

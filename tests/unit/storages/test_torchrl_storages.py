@@ -279,7 +279,7 @@ def test_rows_that_are_there_may_make_room(tmp_path: Path, how: str) -> None:
     rb.close()
 
 
-def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for options in ({}, {"existsok": True}, {"auto_cleanup": True}):
         with pytest.raises(StateError, match=r"notes\.txt"):

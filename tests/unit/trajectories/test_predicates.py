@@ -376,7 +376,7 @@ def test_a_transform_of_which_nothing_is_known_is_done_first() -> None:
     assert lengths_of(rb.query(traj.bonus.last() > 3)) == [7]
 
 
-def test_a_query_beside_a_fast_writer_never_mixes_rows() -> None:
+def test_a_query_during_fast_writes_never_mixes_rows() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(64, seed=1))
     rb.extend(steps(*(8,) * 8))
     stop = threading.Event()

@@ -140,7 +140,7 @@ def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     rb.close()
 
 
-def test_copies_go_on_with_the_next_stretches() -> None:
+def test_copies_continue_with_the_next_stretches() -> None:
     rb = memory_buffer(50, seed=7, batch_size=4, transform=RandomCropTensorDict(3), generator=seeded(5))
     rb.extend(trajectories(20, 10))
     rb.sample()

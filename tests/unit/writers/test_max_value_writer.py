@@ -250,7 +250,7 @@ def test_flags_and_other_narrow_fields_are_replaced_as_well(make: Make, dtype: t
 # Ranks follow from the rows, whatever comes between.
 
 
-def test_a_store_that_is_opened_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_reopened_store_continues(tmp_path: Path, rng: np.random.Generator) -> None:
     heap, path = Heap(50), tmp_path / "best.exp"
     for life in range(4):
         writer = TensorDictMaxValueWriter("score") if life % 2 == 0 else None  # else as it was filled
@@ -282,7 +282,7 @@ def test_max_value_writer_after_loads(make: Make, tmp_path: Path) -> None:
     assert other.extend(rows([4.0, 7.0, 8.5], 3)).tolist() == [-1, -1, 0]
 
 
-def test_a_row_that_is_changed_is_ranked_anew(make: Make) -> None:
+def test_a_changed_row_is_ranked_again(make: Make) -> None:
     rb = make(3)
     rb.extend(rows([7.0, 8.0, 9.0]))
     assert rb.extend(rows([5.0], 3)).tolist() == [-1]
@@ -446,7 +446,7 @@ def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest
         assert rb.storage.counters.syncs >= 4
 
 
-def test_a_follower_beside_the_writer(tmp_path: Path) -> None:
+def test_a_follower_reads_while_the_writer_writes(tmp_path: Path) -> None:
     path = tmp_path / "best.exp"
     with expstore.open(path, capacity=40, writer=TensorDictMaxValueWriter("score")) as rb:
         rb.extend(rows(range(40)))

@@ -151,7 +151,7 @@ def test_preprocess_with_workers(root: Path, tmp_path: Path) -> None:
         assert rb.sample()["metadata"] == {"seed": 3}
 
 
-def test_beside_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], root: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], root: Path) -> None:
     """Rows are TorchRL's without its faults: order of batches, numbers of episodes, rows of padding."""
     folder, played = run
     files = OfTorchRL._list_runs(folder)

@@ -291,7 +291,7 @@ def test_a_death_is_contained(strict: SqlWorker) -> None:
     assert table(strict.query("SELECT 1 AS a")).to_pylist() == [{"a": 1}]
 
 
-def test_children_that_died_while_nobody_asked_are_replaced(store: Path) -> None:
+def test_children_that_died_while_idle_are_replaced(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=20)) as worker:
         wait_until(lambda: len(worker.stats()["pids"]) == 2)
         for child in list(worker._pool._seats.idle):
@@ -655,7 +655,7 @@ def test_bad_limits(bad: dict[str, Any]) -> None:
         SqlLimits(**bad)
 
 
-def test_messages_that_are_none_of_ours_are_refused() -> None:
+def test_foreign_messages_are_refused() -> None:
     import socket
 
     for sent in (b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{", b"\x02\0\0\0\x09\0\0\0{}"):

@@ -265,7 +265,7 @@ def test_rows_stay_in_the_ring_until_they_are_on_the_archives_disk(tmp_path: Pat
             assert ids_in(rb) == list(range(1, start + 3))
 
 
-def test_a_reader_beside_the_writer_sees_both(tmp_path: Path) -> None:
+def test_a_reader_next_to_the_writer_sees_both(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 130, archive=tmp_path / "old.exp") as rb:
         with expstore.open(tmp_path / "run.exp", mode="r") as follower:
             for first in (131, 250, 400):
@@ -506,7 +506,7 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines()[1] == "100,40"
 
 
-def test_sql_of_strangers_sees_both(tmp_path: Path) -> None:
+def test_untrusted_sql_sees_both(tmp_path: Path) -> None:
     filled(tmp_path / "run.exp", 100, archive=tmp_path / "old.exp").close()
     with SqlWorker(tmp_path / "run.exp", limits=SqlLimits(seconds=20.0)) as worker:
         answer = worker.query("SELECT count(*), sum(_archived::INT) FROM history")

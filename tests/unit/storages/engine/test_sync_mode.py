@@ -110,7 +110,7 @@ def test_the_other_mode_does_not_sync(
     assert rb.stats()["durability"] == "process"
 
 
-def test_nobody_sees_a_row_before_it_is_on_the_disk(
+def test_no_row_is_visible_before_it_is_on_the_disk(
     open_store: Callable[..., TensorDictReplayBuffer], disk: Watching, make_batch: MakeBatch
 ) -> None:
     rb = open_store(5000)

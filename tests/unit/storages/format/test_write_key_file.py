@@ -169,7 +169,7 @@ def test_a_file_that_is_cut_or_gone_is_said(
     assert len(caplog.records) == 1
 
 
-def test_a_file_that_nobody_missed_is_made_without_a_word(
+def test_a_missing_unused_file_is_created_without_a_warning(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = opened(path, known=0)

@@ -67,7 +67,9 @@ def shown(storage: Storage) -> tuple[Any, ...]:
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("before", [0, 3])
-def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: Any, before: int) -> None:
+def test_everything_continues_after_a_load(
+    make: Callable[..., Storage], source: Any, target: Any, before: int
+) -> None:
     def buffer(storage: Storage) -> TensorDictPrioritizedReplayBuffer:
         return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, batch_size=5)
 
@@ -97,7 +99,7 @@ def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: A
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler", [lambda: SamplerWithoutReplacement(), lambda: ConsumingSampler(3)])
-def test_samplers_go_on(make: Callable[..., Storage], kind: Any, sampler: Callable[[], Any]) -> None:
+def test_samplers_continue(make: Callable[..., Storage], kind: Any, sampler: Callable[[], Any]) -> None:
     first = ReplayBuffer(storage=make(kind, 12), sampler=sampler(), batch_size=5)
     first.extend(batch(12))
     first.sample()

@@ -163,7 +163,7 @@ def test_what_stands_where_nothing_is_counts_for_nothing() -> None:
     assert [one.to_pylist() for one in widths.narrow(columns)] == [[1, None, 3], [[1]]]
 
 
-def test_a_head_with_a_flipped_bit_is_nobodys() -> None:
+def test_a_head_with_a_flipped_bit_is_rejected() -> None:
     widths = widths_for(OWN, bounds_of(columns_of([(None, 300, 3)])))
     assert read_widths(widths.head, OWN) == widths
     for head in (widths.head, OWN.head):

@@ -182,7 +182,7 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
-def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) -> None:
+def test_killed_at_every_act_during_a_sync(tmp_path: Path, slots: int | None) -> None:
     """Rows that were never published are in shards that have got their names meanwhile."""
     for again in (NEVER, 0, 1, 2, 3, 5, 8, 13):
         for acts in range(0, 40, 1 if again == NEVER else 3):
@@ -480,7 +480,7 @@ def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [13, 14, 15])
-def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, last: int) -> None:
+def test_a_reader_of_a_truncated_chunk_keeps_its_rows(tmp_path: Path, last: int) -> None:
     """An opening drops rows that were never published; others may be reading those before them."""
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     life.extend(last)
@@ -572,7 +572,7 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
     column.close()
 
 
-def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_the_same_compiled_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "PACKED_CHUNKS_TOGETHER", 3)
     packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
     runs = [rng.integers(0, 3, (count, WIDTH), np.uint8) for count in (1, 9, 4, 70, 3, 41)]
