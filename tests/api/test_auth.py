@@ -299,7 +299,7 @@ def test_requests_have_ids(guarded: Serving) -> None:
         assert all(len(name) < 40 for name in made)
 
 
-def test_the_access_log_tells_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_access_log_contains_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "expstore.access"):
         with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
             headers = {"X-Request-ID": "seen"}

@@ -118,7 +118,7 @@ def test_many_requests_share_a_connection(server: Serving) -> None:
         assert found.count(b"HTTP/1.1 200") == 5
 
 
-def test_what_is_no_http_is_answered_in_the_form_of_all_errors(server: Serving) -> None:
+def test_invalid_http_gets_an_error_of_the_usual_form(server: Serving) -> None:
     bad = [
         b"NONSENSE\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\n\r\n",  # no host

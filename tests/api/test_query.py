@@ -183,7 +183,7 @@ def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
     assert client.post(f"{RUN}/dumps", json={"tag": "first"}).status_code == 409
 
 
-def test_who_is_too_fast_waits(tmp_path: Path) -> None:
+def test_a_fast_client_waits(tmp_path: Path) -> None:
     settings = replace(SETTINGS, path=tmp_path, min_size=20, samples_per_insert=1.0, error_buffer=20.0)
     with (
         Serving(settings) as server,

@@ -79,7 +79,7 @@ def told() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS)
-def test_documents_tell_the_figures_of_the_stored_results(document: str) -> None:
+def test_documents_contain_the_figures_of_the_stored_results(document: str) -> None:
     if not RESULTS.exists():
         pytest.skip("no run has been put into the documents")
     text = (ROOT / document).read_text()
@@ -111,7 +111,7 @@ def test_blocks_say_what_a_run_says(told: dict[str, Any]) -> None:
     assert "| sample 256 rows | not measured | | | |" in tables.embed(page, text, told)
 
 
-def test_a_busy_machine_is_told(told: dict[str, Any]) -> None:
+def test_a_busy_machine_is_reported(told: dict[str, Any]) -> None:
     def text() -> str:
         return " ".join("\n".join(tables.table(tables.Told(told))).split())
 

@@ -228,7 +228,7 @@ def test_a_pipe_that_closes_is_no_error(store: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("info",), ("sql", "SELECT 1"), ("sql", "SELECT 1", "--parquet", "x")])
 @pytest.mark.parametrize("kind", ["missing", "folder", "file"])
-def test_what_is_no_store_stays_as_it_is(
+def test_folders_that_are_not_stores_stay_unchanged(
     cli: Cli, tmp_path: Path, arguments: tuple[str, ...], kind: str
 ) -> None:
     path = tmp_path / "a"

@@ -336,7 +336,7 @@ def test_hooks_of_samplers_of_users(tmp_path: Path, base: str) -> None:
     same(program, tmp_path)
 
 
-def test_steps_of_a_recorder_are_told_to_hooks(tmp_path: Path) -> None:
+def test_hooks_are_notified_of_recorder_steps(tmp_path: Path) -> None:
     class Noting(expstore.RandomSampler):
         heard: tuple[Any, ...] = ()
 

@@ -110,7 +110,7 @@ def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_p
 
 
 @pytest.mark.parametrize("given", [b"run.exp", 3, None])
-def test_a_path_that_is_no_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
+def test_a_path_that_is_not_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(store_path.parent)
     with pytest.raises(StateError, match="give a str or a pathlib.Path") as caught:
         expstore.open(given)
@@ -505,7 +505,7 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
     expstore.open(store_path, mode="r").close()
 
 
-def test_a_device_that_is_not_there(store_path: Path) -> None:
+def test_a_missing_device_is_refused(store_path: Path) -> None:
     with pytest.raises(StateError, match="cannot be handed out on device 'no-such-device'") as caught:
         expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"

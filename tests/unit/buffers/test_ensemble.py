@@ -388,7 +388,7 @@ def test_one_member_and_rows_of_it() -> None:
         (torch.tensor([0.0, 1.0]), TypeError),
     ],
 )
-def test_what_is_no_member(index: Any, error: type[Exception]) -> None:
+def test_invalid_members_are_refused(index: Any, error: type[Exception]) -> None:
     rb = ensemble()
     for part in (rb, rb.storage, rb.sampler, rb.writer):
         with pytest.raises(error):
@@ -435,7 +435,7 @@ def test_what_is_no_ensemble() -> None:
 
 
 @pytest.mark.parametrize("p", [[1, 1], [1, -1, 1], [0, 0, 0], [1, np.nan, 1], "often"])
-def test_what_is_no_law(p: Any) -> None:
+def test_invalid_probabilities_are_refused(p: Any) -> None:
     rb = ensemble()
     with pytest.raises(ValueError, match="one per member|only dynamic"):
         rb.sampler.p = p
@@ -618,7 +618,7 @@ def test_patches_of_old_versions_are_rejected() -> None:
     assert result.updated.tolist() == [True, False, False, True]
 
 
-def test_what_is_no_patch() -> None:
+def test_invalid_patches_are_refused() -> None:
     rb = tracked()
     told = rb.extend(TensorDict({"value": torch.zeros(2), "env": torch.arange(2)}, [2]))
     patch = {"value": torch.ones(2)}

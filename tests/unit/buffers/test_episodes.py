@@ -81,7 +81,7 @@ def test_episodes_are_the_relation_or_some_of_it(rb: Any) -> None:
         ({"order_by": "nowhere"}, "episodes has .*episode_id, source"),
     ],
 )
-def test_what_is_no_expression_is_refused_in_words(rb: Any, asked: dict[str, str], said: str) -> None:
+def test_invalid_expressions_are_refused_with_a_message(rb: Any, asked: dict[str, str], said: str) -> None:
     with pytest.raises(QueryError, match=said):
         rb.episodes(**asked)
     with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
@@ -115,7 +115,7 @@ def test_a_trajectory_is_cut_where_its_rows_have_left(rb: Any) -> None:
         rb.trajectory(2)
 
 
-def test_who_asks_for_no_episode_is_told_which_there_are(rb: Any) -> None:
+def test_a_missing_episode_is_refused_with_a_list_of_episodes(rb: Any) -> None:
     for wrong in (0, 4, -1):
         with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
             rb.trajectory(wrong)

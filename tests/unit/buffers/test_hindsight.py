@@ -507,7 +507,7 @@ def test_goals_and_rewards_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("key", ["goal_key", "achieved_goal_key", "reward_key", "end_key"])
 @pytest.mark.parametrize("value", [None, 3, ("next", 3), ()])
-def test_what_is_no_key_is_refused(key: str, value: Any) -> None:
+def test_invalid_keys_are_refused(key: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{key} is the key of a field"):
         buffer(**{key: value})
 

@@ -166,7 +166,7 @@ def test_a_change_is_in_the_next_batch() -> None:
     rb.close()
 
 
-def test_an_emptied_buffer_hands_out_nothing() -> None:
+def test_an_emptied_buffer_returns_nothing() -> None:
     rb = in_memory(4)
     rb.extend(numbered_rows(100))
     rb.sample()

@@ -232,7 +232,7 @@ def test_rows_are_found_by_index(turned: TensorDictReplayBuffer) -> None:
         same(turned[index], rows(torch.tensor(by_index(index).tolist(), dtype=torch.int64)))
 
 
-def test_an_index_that_is_not_there(turned: TensorDictReplayBuffer) -> None:
+def test_a_missing_index_is_refused(turned: TensorDictReplayBuffer) -> None:
     for index in (10, -11, [0, 10], torch.tensor([-11]), 2**40):
         with pytest.raises(NotFoundError, match=r"no row with index -?\d+: the store holds 10 rows"):
             turned[index]
@@ -515,7 +515,7 @@ class Rigged(Sampler):
         self.written.append(written.tolist())
 
 
-def test_a_sampler_is_told_of_writes(make: Make) -> None:
+def test_a_sampler_is_notified_of_writes(make: Make) -> None:
     sampler = Rigged()
     rb = make(20, batch_size=1, sampler=sampler)
     rb.extend(rows([1, 2, 3]))
@@ -696,7 +696,7 @@ def test_stats_and_repr(make: Make) -> None:
 # As with TorchRL's constructors.
 
 
-def test_put_together_by_hand(tmp_path: Path) -> None:
+def test_a_buffer_built_from_parts(tmp_path: Path) -> None:
     rb = ReplayBuffer(batch_size=4)
     assert isinstance(rb.storage, MemoryStorage)
     assert rb.storage.capacity == 1000

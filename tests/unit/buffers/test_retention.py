@@ -415,7 +415,7 @@ def test_it_is_applied_in_the_background(store_path: Path, monkeypatch: pytest.M
     assert not thread.is_alive()
 
 
-def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_background_errors_are_reported_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rb = expstore.open(store_path, retain={"where": "missing > 2"})
     rb.extend(episode(1))
     with caplog.at_level(logging.WARNING, "expstore"):
@@ -453,7 +453,7 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
         ("10GB", "a dict with bytes, age or where"),
     ],
 )
-def test_what_is_no_policy(store_path: Path, given: Any, said: str) -> None:
+def test_invalid_policies_are_refused(store_path: Path, given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         expstore.open(store_path, retain=given)
     assert not store_path.exists()

@@ -195,7 +195,7 @@ def test_sampling_while_a_writer_writes(
         assert crowd.pace() >= least, f"{crowd.drawn.tolist()} batches in {crowd.seconds} s"
 
 
-def test_what_is_wrong_is_seen() -> None:
+def test_the_check_detects_wrong_rows() -> None:
     ids = torch.arange(500, 600)
     good = rows(500, 100)
     good["id"], good["index"] = ids, (ids - 1) % CAPACITY

@@ -87,7 +87,7 @@ def test_writers_take_compilable_in_its_place(kind: Any) -> None:
         TensorDictMaxValueWriter(compilable=True)
 
 
-def test_slices_name_trajectories_by_both_of_torchrls_words() -> None:
+def test_slices_name_trajectories_by_both_of_torchrls_keys() -> None:
     for kind in (SliceSampler, SliceSamplerWithoutReplacement):
         kind(slice_len=2, traj_key="a")
         kind(slice_len=2, trajectory_key="a")

@@ -229,7 +229,7 @@ def test_rows_with_batch_dims_of_their_own(storage: Storage) -> None:
         assert rb[0].batch_size == (6,)
 
 
-def test_things_that_are_no_tensors() -> None:
+def test_values_other_than_tensors_are_stored() -> None:
     with TensorDictReplayBuffer(storage=MemoryStorage(10), batch_size=4) as rb:
         rb.extend(TensorDict({"a": torch.arange(3), "text": NonTensorData("all", batch_size=[3])}, [3]))
         rb.extend([TensorDict({"a": torch.tensor(3 + n), "text": text}) for n, text in enumerate("xy")])
@@ -240,7 +240,7 @@ def test_things_that_are_no_tensors() -> None:
         assert list(batch["text"]) == [rb[:]["text"][i] for i in batch["index"]]
 
 
-def test_things_that_are_no_tensors_are_refused_on_disk(tmp_path: Path) -> None:
+def test_values_other_than_tensors_are_refused_on_disk(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         with pytest.raises(SchemaError, match="'text'.*ListStorage"):
             rb.extend(TensorDict({"a": torch.arange(2), "text": NonTensorData("all", batch_size=[2])}, [2]))

@@ -265,7 +265,7 @@ def test_rows_may_be_texts_alone() -> None:
         ([{"a": "x"}, {"a": "y", "b": 1}], "not all rows have"),
     ],
 )
-def test_trees_that_are_no_rows_are_refused(data: Any, words: str) -> None:
+def test_trees_that_are_not_rows_are_refused(data: Any, words: str) -> None:
     rb = trees()
     with pytest.raises((SchemaError, StackError), match=words):
         rb.extend(data)

@@ -144,7 +144,7 @@ def test_a_checkpoint_that_is_missing_in_the_middle(
         assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_is_no_such_folder(tmp_path: Path) -> None:
+def test_unsuitable_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no folder"):
         AtariDQNReader(tmp_path / "none")
     with pytest.raises(NotFoundError, match="no checkpoint"):

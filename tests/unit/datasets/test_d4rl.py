@@ -149,7 +149,7 @@ def test_rows_equal_torchrls(tmp_path: Path) -> None:
     assert not kept["done"].any()
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="is a folder, but a file is needed"):
         D4RLReader(tmp_path)
     with pytest.raises(NotFoundError, match="there is no file"):

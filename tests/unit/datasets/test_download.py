@@ -72,7 +72,7 @@ def test_a_part_that_is_complete_is_not_fetched_again(public: Path, tmp_path: Pa
     assert not part.exists()
 
 
-def test_what_is_wrong_is_said(public: Path, tmp_path: Path) -> None:
+def test_wrong_downloads_are_refused(public: Path, tmp_path: Path) -> None:
     with serving_files(public) as server:
         with pytest.raises(StorageError, match="has 300000 bytes; 5 are expected"):
             fetch_files([remote(server, size=5)], tmp_path / "got")

@@ -239,7 +239,7 @@ def test_a_note_says_that_groups_may_be_episodes(tmp_path: Path, capsys: pytest.
     assert "robot_a" not in capsys.readouterr().err
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file"):
         Hdf5EpisodesReader(tmp_path / "none.h5")
     path = tmp_path / "a.h5"

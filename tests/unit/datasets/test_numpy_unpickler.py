@@ -83,7 +83,7 @@ def test_everything_else_is_refused(value: Any, protocol: int) -> None:
         load_arrays(io.BytesIO(pickle.dumps(value, protocol)))
 
 
-def test_what_contains_itself_or_stands_for_very_much() -> None:
+def test_cyclic_and_exploding_pickles_are_refused() -> None:
     cycle: list[Any] = []
     cycle.append({"a": (cycle,)})
     with pytest.raises(SchemaError, match="contains itself"):
@@ -101,7 +101,7 @@ def test_what_contains_itself_or_stands_for_very_much() -> None:
         load_arrays(io.BytesIO(deep))
 
 
-def test_what_is_no_pickle_is_told(tmp_path: Path) -> None:
+def test_invalid_pickles_are_refused(tmp_path: Path) -> None:
     good = pickle.dumps(VALUES)
     for data in (b"", b"hello", good[:-20], good[: len(good) // 2], b"\x80\x05" + b"\xff" * 40):
         with pytest.raises((StorageError, SchemaError)):

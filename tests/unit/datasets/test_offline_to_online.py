@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_told() -> None:
 
 
 @pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
-def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
+def test_objects_other_than_buffers_are_refused(dataset: Any) -> None:
     with pytest.raises(TypeError, match=r"offline_dataset must be a buffer.*with extend\(\)"):
         OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -208,7 +208,7 @@ def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
         prefill_replay_buffer(dataset, rb)
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     for fraction in ("x", None, True, float("nan")):
         with pytest.raises(TypeError, match=f"offline_fraction must be a number, got {fraction!r}"):
             made(fraction=fraction)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_rows_of_torchrls_buffers_are_copied() -> None:
     assert rb[:]["n"].tolist() == list(range(12))
 
 
-def test_what_cannot_be_copied_is_told() -> None:
+def test_unsuitable_data_sets_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     with pytest.raises(KeyError, match="Env x not found"):
         prefill_replay_buffer(rb, "d4rl:x")

@@ -81,7 +81,7 @@ def test_rows_equal_torchrls(tmp_path: Path) -> None:
     assert not rows["done"].any()
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file or folder"):
         RobosetReader(tmp_path / "none")
     with pytest.raises(NotFoundError, match=r"no \.h5 file"):

@@ -52,7 +52,7 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("given", [b"a", 3, None])
-def test_what_is_no_path(given: Any) -> None:
+def test_invalid_paths_are_refused(given: Any) -> None:
     with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; give a str") as caught:
         local_path(given)
     assert caught.value.kind == "path"

@@ -362,7 +362,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
     rb.close()
 
 
-def test_types_that_parquet_has_not_are_refused_by_name(tmp_path: Path) -> None:
+def test_types_without_a_parquet_form_are_refused_by_name(tmp_path: Path) -> None:
     kind = pa.struct([])
     schema = Schema([Field(("n",), "int64", ()), Field(("far",), ARROW, (), type_text(kind))])
     storage = make(tmp_path / "run.exp", schema, [np.arange(2), pa.array([{}, None], kind)])

@@ -89,7 +89,7 @@ def equal(ours: Any, other: Any) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:torchrl")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("tracks", [False, True])
-def test_random_programs_tell_the_same(storage: ExpStorage, sampler: str, tracks: bool) -> None:
+def test_random_programs_return_the_same(storage: ExpStorage, sampler: str, tracks: bool) -> None:
     def made(kept: Any) -> Any:
         writer = theirs.TensorDictRoundRobinWriter(track_generations=tracks)
         return theirs.TensorDictReplayBuffer(
@@ -231,7 +231,7 @@ def test_a_state_that_is_loaded_leaves_the_cursor_to_the_store(storage: ExpStora
     assert rb.writer.state_dict()["_cursor"] == there + 2
 
 
-def test_versions_go_both_ways(storage: ExpStorage, tmp_path: Path) -> None:
+def test_versions_are_saved_and_restored(storage: ExpStorage, tmp_path: Path) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage, batch_size=8)
     rb.extend(rows(30))
     rb.dumps(tmp_path / "kept")
@@ -266,7 +266,7 @@ def test_what_is_written_can_be_asked_for_and_drawn_by_our_own(storage: ExpStora
     assert rb.extend(rows(1, 25)).tolist() == [25], "the cursor is the store's, whoever writes"
 
 
-def test_samplers_of_our_own_are_told_of_new_rows(storage: ExpStorage) -> None:
+def test_own_samplers_are_notified_of_new_rows(storage: ExpStorage) -> None:
     told: list[int] = []
 
     class Listening(expstore.RandomSampler):
@@ -408,7 +408,7 @@ def test_a_process_that_is_started_to_write_is_refused_before(store_path: Path) 
             set_spawning_popen(None)
 
 
-def test_torchrls_words_for_the_size(storage: ExpStorage) -> None:
+def test_torchrls_properties_describe_the_size(storage: ExpStorage) -> None:
     assert not storage.initialized
     assert storage.shape == (0,) or storage.shape is None
     storage.set(range(4), rows(4))

@@ -287,7 +287,7 @@ def test_buffers_of_others_are_refused() -> None:
             both(**options)
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_invalid_batches_are_refused() -> None:
     member = expstore.TensorDictPrioritizedReplayBuffer(
         alpha=0.6, beta=0.4, storage=expstore.LazyTensorStorage(10)
     )
@@ -499,7 +499,7 @@ print(len(rb), batch.shape)
 """
 
 
-def test_a_loop_of_ones_own_needs_no_torchrl() -> None:
+def test_a_custom_loop_needs_no_torchrl() -> None:
     done = warm_processes.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "40 torch.Size([8])\n"

@@ -86,7 +86,7 @@ def test_every_readable_step_is_found(data: st.DataObject) -> None:
     check(RunTable(model.fragments.rows.copy(), low), model, low)
 
 
-def test_what_has_changed_is_told_once() -> None:
+def test_a_change_is_reported_once() -> None:
     table = RunTable(columns((1, 0, 3, 1, 1), (2, 0, 2, 4, 1)), 0)
     changed = table.take_in(columns((2, 0, 5, 4, 1), (3, 0, 1, 9, 1)), 2)
     assert changed is not None

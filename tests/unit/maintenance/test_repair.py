@@ -318,7 +318,7 @@ def test_a_dry_run_changes_nothing(store: Path) -> None:
     assert repair(store, drop_damaged=True).lost == done.lost
 
 
-def test_who_may_not(store: Path, tmp_path: Path) -> None:
+def test_a_locked_or_missing_store_is_refused(store: Path, tmp_path: Path) -> None:
     with expstore.open(store), pytest.raises(LockedError):
         repair(store)
     with pytest.raises(NotFoundError):

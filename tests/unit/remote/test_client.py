@@ -91,7 +91,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
     return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
 
 
-def test_arrays_go_both_ways(server: Serving, name: str) -> None:
+def test_arrays_are_stored_and_returned(server: Serving, name: str) -> None:
     """Dicts of arrays, lists of such rows and Arrow tables are stored; batches come as dicts of arrays."""
     rb = connect(server, name, batch_size=8, seed=1)
     rows = {"a": np.arange(3), "next": {"reward": np.arange(3) / 2, "done": np.arange(3) == 2}}
@@ -347,7 +347,7 @@ def test_priorities_are_set_by_id(server: Serving, name: str) -> None:
             rb.update_priority(id=[1, 2], priority=[1.0, 2.0, 3.0])
 
 
-def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None:
+def test_errors_are_those_of_a_local_buffer(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4) as rb:
         with pytest.raises(NotReadyError) as caught:
             rb.sample()
@@ -392,7 +392,7 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb.extend(batch_of(1), return_ids=False),
     ],
 )
-def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Path, act: Any) -> None:
+def test_calls_that_need_local_rows_are_refused_with_a_hint(server: Serving, folder: Path, act: Any) -> None:
     rb = RemoteReplayBuffer(
         expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
     )
@@ -402,9 +402,7 @@ def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Pa
     assert caught.value.hint
 
 
-def test_torchrls_collectors_of_several_processes_are_told_why_they_cannot_write(
-    server: Serving, name: str
-) -> None:
+def test_torchrls_multiprocess_collectors_are_refused_with_a_reason(server: Serving, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -596,7 +594,7 @@ def test_an_interruption_ends_a_wait(server: Serving, name: str) -> None:
         assert rb.sample()["id"].shape == (4,)
 
 
-def test_closing_wakes_who_waits_for_a_server(server: Serving, name: str) -> None:
+def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "" if number == 0 else "refuse") as proxy:
         rb = connect(proxy, name, batch_size=4, retries=Retries(seconds=100, first=50, longest=50))
         proxy.cut()

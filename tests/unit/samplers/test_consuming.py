@@ -253,7 +253,7 @@ def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:
         assert [counts(rb), len(rb)] == expected
 
 
-def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poisoned_handle_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = opened(tmp_path / "a.exp", capacity=100)
     rb.extend(numbered_rows(90))
 
@@ -311,7 +311,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "zarr"])
-def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> None:
+def test_threads_never_return_a_row_too_often(kind: str, tmp_path: Path) -> None:
     """Four draw while one writes and turns the ring; afterwards what is left is handed out, too."""
     rb = (
         memory_buffer(3000, seed=SEED, consume_after_n_samples=2, batch_size=64)
@@ -618,7 +618,7 @@ def on(disk: Disk, path: Path, count: int, size: int) -> TensorDictReplayBuffer:
 
 
 @pytest.mark.parametrize("end", ["go on", "close", "kill"])
-def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_path: Path) -> None:
+def test_on_a_full_disk_no_uncounted_row_is_returned(end: str, tmp_path: Path) -> None:
     """A batch of which half was counted on the disk is not handed out, and does not count."""
     path, disk = tmp_path / "a.exp", FullDisk()
 

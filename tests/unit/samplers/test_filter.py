@@ -449,7 +449,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "why"), REFUSED.items())
-def test_what_is_no_expression_over_a_row_is_refused_by_name(text: str, why: str) -> None:
+def test_expressions_beyond_a_row_are_refused_by_name(text: str, why: str) -> None:
     with pytest.raises(QueryError, match=f"(?s){why}"):
         RandomSampler(where=text)
     with pytest.raises(QueryError, match=f"(?s){why}"):
@@ -776,7 +776,7 @@ def test_a_pass_continues_after_a_restart(store_path: Path) -> None:
     assert sorted(came) == list(range(2, 700, 7))
 
 
-def test_rows_that_match_are_handed_out_so_often(make: Callable[..., TensorDictReplayBuffer]) -> None:
+def test_matching_rows_are_drawn_the_set_number_of_times(make: Callable[..., TensorDictReplayBuffer]) -> None:
     rb = make(ConsumingSampler(2, where="kind = 2 AND episode.status = 'terminated'"))
     rb.extend(rows(75), source="a")
     wanted = [n for n in range(70) if n % 7 == 2]

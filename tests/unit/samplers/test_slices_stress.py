@@ -259,7 +259,7 @@ def faulty(**changes: Any) -> TensorDict:
         ({"frame": (2, 599)}, "torn"),
     ],
 )
-def test_what_is_wrong_is_seen(changes: dict[str, Any], words: str) -> None:
+def test_the_check_detects_wrong_rows(changes: dict[str, Any], words: str) -> None:
     said = faults(faulty(**changes))
     assert words in said
     assert bool(said) == bool(words)

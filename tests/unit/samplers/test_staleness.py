@@ -82,7 +82,7 @@ def test_a_version_ahead_of_the_consumer_is_as_fresh_as_can_be() -> None:
     assert batch["staleness"].tolist() == [0.0] * 300
 
 
-def test_weights_of_ones_own() -> None:
+def test_custom_weights() -> None:
     seen: list[torch.Tensor] = []
 
     def weights(staleness: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ def test_rows_from_before_are_not_new() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_path: Path) -> None:
+def test_returned_batches_do_not_repeat_after_a_restart(end: str, tmp_path: Path) -> None:
     def opened() -> Any:
         return expstore.open(
             tmp_path / "run.exp",

@@ -122,7 +122,7 @@ def test_the_buffer_gives_back_what_it_was_given() -> None:
     assert "Newest" in repr(make(sampler))
 
 
-def test_its_info_is_handed_out() -> None:
+def test_its_info_is_returned() -> None:
     batch, info = make(Newest()).sample(return_info=True)
     assert info["age"].tolist() == [0, 1]
     assert info["asked"] == 2
@@ -167,7 +167,7 @@ def test_an_index_has_as_many_dims_as_the_storage() -> None:
     assert sampler.told == [("extend", [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])]
 
 
-def test_it_is_told_of_what_is_written_and_set_and_emptied() -> None:
+def test_the_sampler_is_notified_of_writes_priorities_and_empty() -> None:
     sampler = Told()
     rb = make(sampler, n=0)
     rb.extend(rows(3))
@@ -267,7 +267,7 @@ def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -
         make(Wrong()).sample()
 
 
-def test_what_is_no_sampler_is_refused() -> None:
+def test_invalid_samplers_are_refused() -> None:
     with pytest.raises(TypeError, match="draws by a Sampler, not by int"):
         make(3)
     rb = make(None)

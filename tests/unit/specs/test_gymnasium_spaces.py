@@ -170,7 +170,7 @@ def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
         to_space(spec)
 
 
-def test_what_is_no_space_is_refused() -> None:
+def test_invalid_spaces_are_refused() -> None:
     with pytest.raises(TypeError, match="not a supported gymnasium space"):
         from_space(3)
 

@@ -70,7 +70,7 @@ def faulty(**changes: Any) -> TensorDict:
         ({"version": 0}, "half a change"),
     ],
 )
-def test_what_is_wrong_is_seen(changes: dict[str, Any], words: str) -> None:
+def test_the_check_detects_wrong_rows(changes: dict[str, Any], words: str) -> None:
     said = store_processes.faults(faulty(**changes), torch.arange(100, 105))
     assert words in said
     assert bool(said) == bool(words)

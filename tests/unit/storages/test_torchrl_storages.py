@@ -493,7 +493,7 @@ def test_rows_of_different_shapes() -> None:
     assert storage.get([0, 2]).get("tokens", as_list=True)[1].tolist() == [0, 1]
 
 
-def test_rows_are_handed_out_on_the_storages_device() -> None:
+def test_rows_are_returned_on_the_storages_device() -> None:
     storage = LazyTensorStorage(10, device="meta")
     rb = filled(storage)
     assert storage.get(range(3))["a"].device.type == "meta"

@@ -143,7 +143,7 @@ def test_what_is_no_condition() -> None:
 
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.filterwarnings("ignore:No field names")
-def test_rows_are_parted_by_names_or_ends(names: bool) -> None:
+def test_rows_are_split_by_names_or_ends(names: bool) -> None:
     data = steps(*LENGTHS, traj_key=("collector", "traj_ids") if names else None)
     data["next", "done"][-1] = False
     assert lengths_of(iter_trajectories(data)) == list(LENGTHS)

@@ -359,7 +359,7 @@ def test_a_batch_is_drawn_again_when_rows_were_changed() -> None:
     assert (rb[:]["before"] >= 7000).all()
 
 
-def test_what_was_seen_ahead_of_time_is_still_there_when_it_is_handed_out() -> None:
+def test_neighbours_read_by_prefetching_are_still_stored_on_delivery() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(12, seed=4), transform=Around(), batch_size=1, prefetch=3
     )

@@ -145,7 +145,7 @@ def test_insert_counts_as_lists_do_and_refuses_beyond() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, "text", object()])
-def test_what_is_no_transform_is_refused(wrong: object) -> None:
+def test_invalid_transforms_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="must contain only transforms or callable"):
         Compose(wrong)
     chain = Compose()

@@ -177,7 +177,7 @@ def test_slices_are_cropped_where_they_have_a_dim() -> None:
     assert (sample["x"] // 20 == (sample["x"] // 20)[:, :1]).all()
 
 
-def test_transforms_of_ones_own_are_handed_the_numbers_of_the_draw() -> None:
+def test_custom_transforms_receive_the_generator_of_the_draw() -> None:
     class Noise:
         draws = True
 

@@ -232,7 +232,7 @@ def test_metadata_that_does_not_fit_is_refused(facts: str) -> None:
         meaning_of(pa.schema({"n": pa.int64()}, metadata={"expstore": facts}))
 
 
-def test_what_is_told_of_known_fields_is_their_batch() -> None:
+def test_metadata_of_known_fields_describes_only_the_batch() -> None:
     told = CODEC.arrow_schema((2, 3), ("lane", None))
     found = meaning_of(told, CODEC)
     assert (found.schema, found.batch_size, found.names) == (CODEC.schema, (2, 3), ("lane", None))

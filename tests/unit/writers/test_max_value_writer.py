@@ -218,7 +218,7 @@ def test_rows_count_as_written_when_they_are_taken_in(make: Make) -> None:
     assert rb.write_count == 3
 
 
-def test_a_sampler_is_told_which_rows_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_is_notified_of_new_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = make(3)
     told: list[list[int]] = []
     monkeypatch.setattr(rb.sampler, "on_write", lambda ids: told.append(ids.tolist()))

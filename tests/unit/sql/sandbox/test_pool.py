@@ -247,7 +247,7 @@ def test_what_only_does_harm_is_refused(strict: SqlWorker, ground: dict[str, str
 
 @pytest.mark.some(25)
 @pytest.mark.parametrize("number", range(len(CONTAINED)))
-def test_what_may_do_harm_does_none(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
+def test_harmful_sql_is_contained(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     began = time.monotonic()
     kinds = {"query", "too_large", "memory", "timeout", "died", "answered"}
     assert outcome(strict, aimed(CONTAINED[number], ground)) in kinds
@@ -580,7 +580,7 @@ def test_many_threads(store: Path) -> None:
         assert len(worker.stats()["pids"]) <= worker.limits.at_once + 1
 
 
-def test_who_waits_too_long_is_told(store: Path) -> None:
+def test_waiting_too_long_raises(store: Path) -> None:
     limits = SqlLimits(seconds=100, at_once=1, wait=0.05)
     with SqlWorker(store, limits=limits) as worker, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(worker.query, SLOW[3])

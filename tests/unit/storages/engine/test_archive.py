@@ -437,7 +437,7 @@ def test_a_failing_archive_stops_who_needs_it(tmp_path: Path, monkeypatch: pytes
         assert ids_in(rb) == list(range(1, last + 201))
 
 
-def test_what_is_no_place_for_an_archive_is_refused(tmp_path: Path) -> None:
+def test_invalid_archive_paths_are_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with pytest.raises(ValueError, match="give a capacity"):
         expstore.open(path, archive=old)

@@ -167,7 +167,7 @@ def test_nothing_new_is_not_said_again() -> None:
     assert "record" in store.acts
 
 
-def test_a_number_that_was_set_is_said_though_it_is_the_same() -> None:
+def test_a_draw_number_that_was_set_is_recorded_even_if_equal() -> None:
     store = Store()
     store.append()
     store.checkpoint()

@@ -216,7 +216,7 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
     assert not (tmp_path / "other.exp/columns").exists()
 
 
-def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
+def test_layout_fields_accept_both_forms_of_a_key(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(
         path, capacity=100, layout=expstore.Layout(fields={("next", "frame"): {"layout": "flat"}})
@@ -226,7 +226,7 @@ def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
     expstore.open(path, layout=expstore.Layout(fields={"next.frame": {"layout": "flat"}})).close()
 
 
-def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -> None:
+def test_a_contradiction_is_reported_by_the_argument_names(tmp_path: Path) -> None:
     flat, packed = tmp_path / "flat.exp", tmp_path / "packed.exp"
     expstore.open(flat, layout="flat").close()
     expstore.open(packed, layout=expstore.Layout(fields={"frame": {"rows": 8}})).close()

@@ -110,7 +110,7 @@ def test_one_that_lacks_a_key_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"]
 )
-def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
+def test_invalid_manifests_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):
         Manifest.load(Disk(), tmp_path)

@@ -205,7 +205,7 @@ def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: 
         assert follower.storage.state_dict() == state
 
 
-def test_what_is_no_state(make: Callable[..., Storage]) -> None:
+def test_invalid_states_are_refused(make: Callable[..., Storage]) -> None:
     storage = make(LazyTensorStorage, 10)
     ReplayBuffer(storage=storage).extend(batch(5))
     expected, state = shown(storage), storage.state_dict()
@@ -307,7 +307,7 @@ def test_episodes_of_a_storage_that_a_second_buffer_is_given(make: Callable[...,
 
 @pytest.mark.parametrize("how", ["state", "version"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffers_over_a_storage_are_told_of_another_content(
+def test_buffers_over_a_storage_are_notified_of_other_content(
     make: Callable[..., Storage], kind: Any, how: str, tmp_path: Path
 ) -> None:
     def rows(*names: str) -> TensorDict:

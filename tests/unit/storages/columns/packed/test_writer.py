@@ -500,7 +500,7 @@ def test_a_reader_of_a_truncated_chunk_keeps_its_rows(tmp_path: Path, last: int)
 
 
 @pytest.mark.parametrize("last", [13, 15])
-def test_rows_of_a_later_turn_hide_none(tmp_path: Path, last: int) -> None:
+def test_unpublished_rows_of_the_next_turn_hide_no_published_ones(tmp_path: Path, last: int) -> None:
     """A chunk of the next turn, never published, lies where the newest rows that count do."""
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     life.extend(last)
