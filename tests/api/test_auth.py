@@ -409,7 +409,7 @@ def test_every_error_has_a_status() -> None:
     assert {kind: status_of(kind("text")) for kind in refused} == refused
 
 
-def test_what_fails_inside_stays_inside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_reveal_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Serving(Settings(path=tmp_path))
 
     @server.app.get("/broken", tags=["reading"])

@@ -460,7 +460,7 @@ def test_bad_sql_in_json(cli: Cli, store: Path) -> None:
     assert "nope" in error["message"]
 
 
-def test_a_table(cli: Cli, store: Path) -> None:
+def test_a_result_is_printed_as_a_table(cli: Cli, store: Path) -> None:
     done = cli(
         "sql", store, 'SELECT episode_id AS e, status, "return" AS r, end_time FROM episodes ORDER BY 1'
     )
@@ -505,7 +505,7 @@ def test_the_limit(cli: Cli, store: Path, query: str, expected: list[int]) -> No
     assert [next(iter(row.values())) for row in done.json] == expected
 
 
-def test_csv(cli: Cli, store: Path) -> None:
+def test_a_result_is_printed_as_csv(cli: Cli, store: Path) -> None:
     query = "SELECT _id, next.reward, observation, 'a,\"b\"\n' AS t, '' AS e, NULL AS n FROM transitions"
     done = cli("sql", store, query, "--csv")
     assert done.out.splitlines()[0] == "_id,reward,observation,t,e,n"
@@ -531,7 +531,7 @@ def test_json_rows(cli: Cli, store: Path) -> None:
     assert row["next"] == {"reward": 0, "terminated": False, "truncated": False}
 
 
-def test_parquet(cli: Cli, store: Path, tmp_path: Path) -> None:
+def test_a_result_is_written_as_parquet(cli: Cli, store: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     query = "SELECT _id, observation, next.reward AS r FROM transitions ORDER BY _id"
     done = cli("sql", store, query, "--parquet", file)

@@ -257,7 +257,7 @@ def test_samples_carry_what_they_carry(tmp_path: Path, buffer: str) -> None:
     same(program, tmp_path)
 
 
-def test_what_samples_carry_can_be_left_out(tmp_path: Path) -> None:
+def test_info_of_samples_can_be_left_out(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
         rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
@@ -324,7 +324,7 @@ def test_figures_of_a_buffer(tmp_path: Path) -> None:
     same(program, tmp_path)
 
 
-def test_what_can_be_sampled(tmp_path: Path) -> None:
+def test_can_sample_equals_torchrl(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.ReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
         tell(rb.can_sample(), rb.can_sample(1))

@@ -172,7 +172,7 @@ def test_the_draws_continue(runs: Runs) -> None:
     assert saved["_draws"]["draw"] == numbers[0], "with the batch that followed the weights"
 
 
-def test_what_is_stored_is_whole(runs: Runs) -> None:
+def test_stored_episodes_are_whole(runs: Runs) -> None:
     for name in ("one", "two"):
         with expstore.open(runs.folder / f"{name}.exp", mode="r") as rb:
             assert rb.write_count >= STEPS

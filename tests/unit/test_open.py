@@ -128,7 +128,7 @@ def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
 # As stored.
 
 
-def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
+def test_settings_that_contradict_the_store_are_refused_with_both_values(store_path: Path) -> None:
     made: dict[str, Any] = {
         "capacity": 10,
         "seed": 3,
@@ -222,7 +222,7 @@ def test_an_empty_folder_will_do(store_path: Path) -> None:
         assert len(rb) == 2
 
 
-def test_what_a_killed_first_opening_left_is_no_obstacle(store_path: Path) -> None:
+def test_files_of_a_killed_first_opening_are_ignored(store_path: Path) -> None:
     (store_path / "journal").mkdir(parents=True)
     for name in ("LOCK", "STATE", "PROBE.tmp", "expstore.json.tmp", "episodes.log"):
         (store_path / name).touch()

@@ -196,7 +196,7 @@ def test_a_sampler_that_gives_less_is_asked_again() -> None:
     assert sorted(batch["x"][0, :5].tolist()) == [0, 1, 2, 3, 4]
 
 
-def test_what_samplers_tell_is_in_the_batch() -> None:
+def test_info_of_samplers_is_in_the_batch() -> None:
     rb = ReplayBufferEnsemble(
         *[member(number, sampler=PrioritizedSampler(50, alpha=0.5, beta=0.5)) for number in range(2)]
     )
@@ -411,7 +411,7 @@ def test_an_ensemble_of_parts() -> None:
     assert rb[0].storage is members[0].storage
 
 
-def test_what_is_no_ensemble() -> None:
+def test_invalid_ensembles_are_refused() -> None:
     storages = StorageEnsemble(MemoryStorage(3))
     with pytest.raises(RuntimeError, match="not both"):
         ReplayBufferEnsemble(member(0), storages=storages)
@@ -502,7 +502,7 @@ def test_rows_go_where_they_lie_along_the_dim() -> None:
         rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
 
 
-def test_what_cannot_be_routed_changes_nothing() -> None:
+def test_unroutable_batches_change_nothing() -> None:
     def batch(ids: Any) -> TensorDict:
         return TensorDict({"x": torch.arange(2), "env": torch.as_tensor(ids)}, [2])
 

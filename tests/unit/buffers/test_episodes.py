@@ -290,7 +290,7 @@ def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: A
         {"x": "\ud800"},
     ],
 )
-def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) -> None:
+def test_annotations_without_json_form_change_nothing(rb: Any, wrong: dict[str, Any]) -> None:
     rb.episodes.annotate(2, x=0)
     before = rb.storage.state.content, rb.storage.last
     with pytest.raises(SchemaError, match="info"):

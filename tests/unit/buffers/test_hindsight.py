@@ -308,7 +308,7 @@ def test_transforms_that_look_at_other_steps_see_what_is_stored() -> None:
     assert (sample["next", "reward"] == 7).all()
 
 
-def test_what_is_stored_stays() -> None:
+def test_stored_rows_stay_unchanged() -> None:
     rb = buffer()
     rb.extend(steps(1, 20))
     for _ in range(3):

@@ -332,7 +332,7 @@ class Hindered(RandomSampler):
         return super().sample(storage, batch_size, generator)
 
 
-def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
+def test_a_batch_that_failed_in_prefetching_is_drawn_on_request() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(1000, seed=1), sampler=Hindered(), batch_size=SIZE, prefetch=2
     )
@@ -396,7 +396,7 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
         assert rb.sample().shape == (SIZE,)
 
 
-def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
+def test_impossible_settings_are_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="prefetch must be at least 0"):
         expstore.open(store_path, batches=expstore.Batches(prefetch=-1))
     if not torch.accelerator.is_available():

@@ -482,7 +482,7 @@ class Double:
         return batch.set("action", 2 * batch["action"])
 
 
-def test_what_is_set_while_steps_are_recorded_holds_for_the_next_step(tmp_path: Path) -> None:
+def test_settings_changed_while_recording_apply_to_the_next_step(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", seed=0) as rb, rb.record("env-0") as episode:
         given = steps(9, length=100)
         for values in given[:3]:

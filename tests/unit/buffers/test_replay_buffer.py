@@ -531,7 +531,7 @@ def test_a_sampler_is_notified_of_writes(make: Make) -> None:
 # Bad input: said clearly, nothing changed.
 
 
-def test_what_does_not_fit_changes_nothing(make: Make) -> None:
+def test_refused_calls_change_nothing(make: Make) -> None:
     rb = make(20, batch_size=4)
     rb.extend(rows(range(1, 8)))
     before, table = rb[:], rb.storage.episodes.to_base()

@@ -459,7 +459,7 @@ def test_invalid_policies_are_refused(store_path: Path, given: Any, said: str) -
     assert not store_path.exists()
 
 
-def test_where_no_policy_can_be(store_path: Path) -> None:
+def test_rings_refuse_a_policy(store_path: Path) -> None:
     with pytest.raises(ValueError, match="with capacity=10"):
         expstore.open(store_path, capacity=10, retain={"age": 1})
     with expstore.open(store_path, capacity=10) as rb:
@@ -475,9 +475,7 @@ def test_where_no_policy_can_be(store_path: Path) -> None:
         rb.retention.set({"age": 1})
 
 
-def test_where_no_holes_can_be_made_rows_leave_all_the_same(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_deleted_without_hole_punching(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(File, "punch", lambda self, start, stop: None)
     rb = filled(store_path, 8, layout="flat")
     rb.retention.set({"where": "number % 2 = 0"})

@@ -233,7 +233,7 @@ def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None:
+def test_a_loaded_state_survives_a_kill(store_path: Path, sampler: str) -> None:
     """Records before have larger numbers of draws: they must not come back."""
     wanted = store_path.with_suffix(".wanted")
 

@@ -454,7 +454,7 @@ def test_rows_that_were_refused_stay_pending() -> None:
     assert_same_episodes(collected(make_envs(), by_observation), rb)
 
 
-def test_what_went_wrong_first_is_what_is_raised() -> None:
+def test_the_first_error_is_raised() -> None:
     rb = FakeBuffer()
 
     def refuse() -> None:

@@ -53,7 +53,7 @@ def test_unreferenced_buffers_are_reused() -> None:
         lambda array: np.from_dlpack(torch.from_numpy(array))[0],
     ],
 )
-def test_what_anything_refers_to_is_left_alone(hold: Callable[[Any], Any]) -> None:
+def test_referenced_buffers_are_not_reused(hold: Callable[[Any], Any]) -> None:
     recycled = Recycled()
     array = recycled.empty(SHAPE, FLOAT)
     place, held = address(array), hold(array)

@@ -146,7 +146,7 @@ def test_rows_that_are_not_returned_do_not_count() -> None:
     assert not limiter.can_insert(15)
 
 
-def test_of_sequences_the_anchors_count() -> None:
+def test_sequences_count_by_their_anchors() -> None:
     rb = memory_buffer(
         batch_size=4,
         rate_limiter=(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0)),
@@ -173,7 +173,7 @@ def test_settings_that_have_no_meaning_are_refused(make: Callable[[], RateLimite
         make()
 
 
-def test_what_would_wait_for_ever_is_an_error_at_the_call(store_path: Path) -> None:
+def test_limits_that_would_wait_forever_are_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="min_size_to_sample is 101, the store never holds more than 100"):
         memory_buffer(batch_size=4, rate_limiter=MinSize(101))
     with pytest.raises(ValueError, match="never holds more than 100"):

@@ -33,12 +33,12 @@ class Thing:
     pass
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_keywords_without_effect_are_accepted() -> None:
     check_keywords(Thing(), {"compilable": False, "shared": False}, ("compilable", "shared"))
     check_keywords(Thing(), {}, ())
 
 
-def test_what_asks_for_something_is_refused_by_name_and_reason() -> None:
+def test_unsupported_keywords_are_refused_with_a_reason() -> None:
     reason = "each field is kept in one array already"
     with pytest.raises(ValueError, match=f"^Thing does not support consolidated=True: {reason}; leave cons"):
         check_keywords(Thing(), {"consolidated": True}, ("consolidated",))
@@ -126,7 +126,7 @@ def test_a_where_may_hold_both(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_where_chances_count_nothing_a_weight_is_refused(name: str) -> None:
+def test_samplers_without_chances_refuse_a_weight(name: str) -> None:
     make = ONCE[name]
     assert filter_of(make(where=Where("a > 1"))) == ("a > 1", None)
     for given in ({"weight": "a"}, {"where": Where(weight="a")}):

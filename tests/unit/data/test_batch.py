@@ -115,7 +115,7 @@ def test_root_keys_are_skipped_at_the_root_only() -> None:
         (TensorDict({"a": torch.zeros(2, dtype=torch.float8_e4m3fn)}, [2]), "'a' has dtype torch.float8"),
     ],
 )
-def test_what_is_no_batch(data: Any, message: str) -> None:
+def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         flatten(data, all_dims=True)
 

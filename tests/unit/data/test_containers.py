@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_tensor(storage: Storage) -> None:
+def test_rows_may_be_tensors(storage: Storage) -> None:
     with ReplayBuffer(storage=storage, batch_size=4) as rb:
         assert rb.extend(torch.arange(5).float()).tolist() == [0, 1, 2, 3, 4]
         assert rb.add(torch.tensor(7.0)) == 5
@@ -91,7 +91,7 @@ def test_places_within_rows() -> None:
             rb[1, 0] = torch.tensor(5)
 
 
-def test_a_tree(storage: Storage) -> None:
+def test_rows_may_be_trees(storage: Storage) -> None:
     with ReplayBuffer(storage=storage, batch_size=4) as rb:
         rb.extend(tree(6))
         rb.add(tree_map(lambda leaf: leaf[0], tree(1, 6)))
@@ -286,7 +286,7 @@ def test_objects_are_stacked_where_they_can_be() -> None:
         assert set(rb.sample()) <= {"x", "y"}
 
 
-def test_what_is_done_to_a_tensor_later_does_not_reach_the_list() -> None:
+def test_later_changes_of_a_tensor_do_not_reach_the_list() -> None:
     data = torch.zeros(3)
     with ReplayBuffer(storage=ListStorage(10)) as rb:
         rb.extend(data)

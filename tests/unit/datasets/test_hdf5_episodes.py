@@ -174,7 +174,7 @@ def test_d3rlpy(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_file_is_recognised_as(tmp_path: Path) -> None:
+def test_formats_of_files_are_recognised(tmp_path: Path) -> None:
     plain = tmp_path / "plain.hdf5"
     with h5py.File(plain, "w") as file:
         file["episode_0/observations"], file["episode_0/actions"] = np.zeros((3, 2)), np.zeros((2, 1))

@@ -279,7 +279,7 @@ def test_episodes_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], messa
     assert not (tmp_path / "a.exp").exists()
 
 
-def test_what_a_reader_raises_names_part_and_episode(tmp_path: Path) -> None:
+def test_errors_of_a_reader_name_part_and_episode(tmp_path: Path) -> None:
     file = tmp_path / "raw"
     file.write_text("")
     with pytest.raises(StorageError, match=r"cannot read part, episode 1: EOFError\('short'\)"):

@@ -100,7 +100,7 @@ def imported(source: Path, target: Path) -> tuple[TensorDict, list[Any]]:
 
 @pytest.mark.parametrize("jpeg", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_minari_writes(
+def test_data_sets_written_by_minari_are_imported(
     tmp_path: Path, root: Path, form: str, jpeg: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)

@@ -128,7 +128,7 @@ def test_invalid_pickles_are_refused(tmp_path: Path) -> None:
     ],
     ids=["nested", "memo", "bytes", "build"],
 )
-def test_what_would_crash_or_fill_the_memory_is_refused(data: bytes, text: str) -> None:
+def test_pickles_that_crash_or_fill_memory_are_refused(data: bytes, text: str) -> None:
     with pytest.raises(SchemaError, match=text):
         load_arrays(io.BytesIO(data))
 

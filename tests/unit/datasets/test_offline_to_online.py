@@ -111,7 +111,7 @@ def test_a_data_set_of_torchrls_may_be_the_other_half() -> None:
     assert set(batch.keys()) == {"x", "n"}
 
 
-def test_what_one_buffer_says_of_its_rows_is_left_out() -> None:
+def test_info_of_single_buffers_is_left_out() -> None:
     dataset = TensorDictReplayBuffer(storage=LazyTensorStorage(20), with_ids=True)
     dataset.extend(rows(20, -1.0))
     rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=50)
@@ -163,7 +163,7 @@ def raised(act: Callable[[], Any]) -> BaseException:
         {"online_capacity": 5, "download": True},
     ],
 )
-def test_what_torchrl_refuses_is_refused(keywords: dict[str, Any]) -> None:
+def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) -> None:
     ours, other = (
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
         for lib in (expstore, theirs)
@@ -172,7 +172,7 @@ def test_what_torchrl_refuses_is_refused(keywords: dict[str, Any]) -> None:
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
 
 
-def test_what_does_not_go_together_is_told() -> None:
+def test_contradicting_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be provided"):
         made().sample()
     with pytest.raises(ValueError, match="batch_size must be provided when offline_dataset is a string"):

@@ -58,6 +58,6 @@ def test_invalid_paths_are_refused(given: Any) -> None:
     assert caught.value.kind == "path"
 
 
-def test_what_no_file_can_be_called() -> None:
+def test_invalid_file_names_are_refused() -> None:
     with pytest.raises(StateError, match="NUL"):
         local_path("a\0b")

@@ -153,7 +153,7 @@ def test_roles_of_fields_come_back(tmp_path: Path) -> None:
         assert import_dataset(MinariReader(tmp_path / "less"), tmp_path / "less.exp").episodes == 3
 
 
-def test_what_minari_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_fields_without_a_minari_form_are_refused(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(0, 18))
         for fields, words in (

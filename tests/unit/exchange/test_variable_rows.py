@@ -521,7 +521,7 @@ def test_files_of_no_rows_have_the_fields_of_their_types(tmp_path: Path, form: s
         assert str(rb.schema[("number",)]) == "int64[]"
 
 
-def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
+def test_changed_exports_are_imported_or_refused(tmp_path: Path) -> None:
     """Rows taken out, columns without our notes: types say then what fields are. Rows that do not fit."""
     with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(rollouts(0, 30))

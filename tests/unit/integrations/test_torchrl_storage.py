@@ -254,7 +254,7 @@ def test_a_ring_is_emptied(storage: ExpStorage) -> None:
     assert rb.sample().shape == (8,)
 
 
-def test_what_is_written_can_be_asked_for_and_drawn_by_our_own(storage: ExpStorage) -> None:
+def test_written_rows_can_be_queried_and_sampled_by_own_samplers(storage: ExpStorage) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage)
     rb.extend(rows(21))
     counted = storage.buffer.sql("SELECT count(*), sum(length) FROM episodes").fetchall()

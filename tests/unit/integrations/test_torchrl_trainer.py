@@ -238,7 +238,7 @@ def test_members_of_an_ensemble_are_one_source_of_batches() -> None:
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
-def test_what_means_nothing_is_refused_with_the_reason(store_path: Path) -> None:
+def test_meaningless_arguments_are_refused_with_a_reason(store_path: Path) -> None:
     rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10), batch_size=2)
     with pytest.raises(ValueError, match="memmap=True is not supported: stores on disk"):
         ReplayBufferTrainer(rb, memmap=True)

@@ -53,7 +53,7 @@ kinds = st.tuples(
 
 
 @given(st.lists(kinds, max_size=30))
-def test_what_arrow_packs_is_unpacked(asked: list[tuple[int, int, str | None]]) -> None:
+def test_buffers_packed_by_arrow_are_unpacked(asked: list[tuple[int, int, str | None]]) -> None:
     data = [some_bytes(size, words, number) for number, (size, words, _) in enumerate(asked)]
     assert unpack([packed(one, codec) for one, (_, _, codec) in zip(data, asked, strict=True)]) == data
 

@@ -151,7 +151,7 @@ def test_a_missing_shard_costs_its_rows(sound: Path, tmp_path: Path) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["index", "header", "zarr.json"])
-def test_what_follows_from_the_rest_is_made_again_at_no_cost(sound: Path, tmp_path: Path, where: str) -> None:
+def test_redundant_data_is_rebuilt_without_loss(sound: Path, tmp_path: Path, where: str) -> None:
     store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
     path, start = chunk_of(store, 90)
     if where == "zarr.json":

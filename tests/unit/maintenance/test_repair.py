@@ -109,7 +109,7 @@ def check_store(path: Path, kept: list[int]) -> None:
     assert json.loads((path / "expstore.json").read_bytes())["gaps"] == []
 
 
-def test_what_costs_nothing(store: Path) -> None:
+def test_redundant_data_is_rebuilt_without_loss(store: Path) -> None:
     """zarr.json, shard indexes, the index, a page that was never written to."""
     (store / "columns/number/zarr.json").unlink()
     flip(store / "columns/next/zarr.json", 30, 2)
@@ -298,7 +298,7 @@ def place_of(number: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["expstore.json", "journal/000001"])
-def test_what_cannot_be_repaired(store: Path, name: str) -> None:
+def test_irreparable_stores_stay_unchanged(store: Path, name: str) -> None:
     (store / name).write_bytes(b"nothing")
     before = read_files(store, "LOCK")
     done = repair(store, drop_damaged=True)

@@ -309,7 +309,7 @@ def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
         assert len(rb) == 4
 
 
-def test_what_goes_with_rows(server: Serving, folder: Path, name: str) -> None:
+def test_sources_and_annotations_are_sent_with_rows(server: Serving, folder: Path, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15), source="robot", episode_info={"task": "peg", "n": 3})
         with pytest.raises(SchemaError, match="JSON"):
@@ -464,7 +464,7 @@ def test_samplers_are_described(server: Serving, name: str) -> None:
     "url",
     ["", "run", "ftp://host/run", "http://host", "http://host/", "http://u:p@host/run", "http://h/r?x=1"],
 )
-def test_addresses(url: str) -> None:
+def test_addresses_are_parsed_and_checked(url: str) -> None:
     with pytest.raises(ValueError, match="address"):
         expstore.connect(url)
     found = Address.of("https://host:1/behind/a%20name/")
@@ -616,7 +616,7 @@ def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str
         assert len(found) == 1
 
 
-def test_questions(server: Serving, name: str) -> None:
+def test_queries_are_answered(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(25))
         found = rb.sql("SELECT count(*) AS n, sum(action) AS s FROM transitions WHERE action >= ?", [5])
@@ -655,7 +655,7 @@ def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
         rb.load(version="five")
 
 
-def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str) -> None:
+def test_requests_without_a_key_are_not_repeated(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
         with connect(proxy, name) as rb:
             rb.extend(batch_of(5))
@@ -752,7 +752,7 @@ def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
         assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
 
 
-def test_what_was_acknowledged_is_there_once_after_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 8, 6)
 
 

@@ -275,7 +275,7 @@ def test_a_poisoned_handle_returns_nothing(tmp_path: Path, monkeypatch: pytest.M
         assert not any(counts(rb).values())
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     storage = MemoryStorage(10)
     for make in (ConsumingSampler, lambda n: ReplayBuffer(storage=storage, consume_after_n_samples=n)):
         for count in (True, 1.0, "1"):
@@ -376,7 +376,7 @@ def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.
     assert sum(len(batch) for batch in rb) == 240
 
 
-def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
+def test_a_reader_cannot_consume(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=100) as rb:
         rb.extend(numbered_rows(50))
         numbers(rb, 10)

@@ -472,7 +472,7 @@ def test_expressions_beyond_a_row_are_refused_by_name(text: str, why: str) -> No
         ("no_function(kind)", None, "no_function"),
     ],
 )
-def test_what_the_rows_do_not_have_is_refused_when_they_are_known(
+def test_unknown_fields_are_refused_after_the_first_rows(
     where: str | None, weight: str | None, why: str
 ) -> None:
     rb = in_memory(RandomSampler(where=where, weight=weight))
@@ -848,7 +848,7 @@ def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_is_known_of_episodes_is_what_sql_says(
+def test_facts_of_episodes_equal_those_in_sql(
     make: Callable[..., TensorDictReplayBuffer], asked: bool
 ) -> None:
     rb = make(RandomSampler(where="episode.length > 0"), 60)

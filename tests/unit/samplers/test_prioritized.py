@@ -192,7 +192,7 @@ def test_a_storage_may_have_more_rows_than_max_capacity(capacity: int | None) ->
     assert set(rb.sample()["number"].tolist()) == set(range(30, 40))
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong in ({"alpha": -1}, {"beta": -0.1}, {"alpha": float("nan")}, {"eps": -1}, {"reduction": "sum"}):
         with pytest.raises(ValueError, match="|".join(wrong)):
             PrioritizedSampler(**wrong)  # type: ignore[arg-type]

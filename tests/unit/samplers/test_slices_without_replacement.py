@@ -57,7 +57,7 @@ def test_slices_begin_anywhere() -> None:
     assert min(firsts.values()) > 60
 
 
-def test_what_does_not_fill_a_batch_may_be_dropped() -> None:
+def test_drop_last_drops_an_incomplete_batch() -> None:
     rb = trajectory_buffer(
         3, 3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3, drop_last=True), batch_size=6
     )

@@ -109,7 +109,7 @@ def test_wrong_weights_are_refused(weights: Any) -> None:
         rb.sample()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong, error in (
         ({"max_staleness": -2}, ValueError),
         ({"max_staleness": 1.5}, TypeError),

@@ -147,7 +147,7 @@ def test_a_restored_version_continues_where_it_was_saved(tmp_path: Path) -> None
     assert [slices(rb.sample())[0] for _ in range(4)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11], [50, 51, 52]]
 
 
-def test_what_comes_after_empty_is_new() -> None:
+def test_rows_after_empty_are_new() -> None:
     rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
     rb.extend(values(11, end="terminated"))
     rb.sample()
@@ -183,7 +183,7 @@ def test_during_writes_every_slice_is_whole_and_drawn_at_most_once() -> None:
     assert last == 5996
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong in (1.5, True):
         with pytest.raises(TypeError, match="positive integer"):
             StreamingSliceSampler(slice_len=wrong)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_other_ends_cut_trajectories() -> None:
     assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
 
 
-def test_where_they_began_is_known_when_first_rows_have_left() -> None:
+def test_slices_stay_aligned_after_first_rows_have_left() -> None:
     rb = keyed(capacity=8, traj_key="env")
     for start in range(0, 20, 5):
         rb.extend(values(5, start, env=torch.zeros(5, dtype=torch.int64)))

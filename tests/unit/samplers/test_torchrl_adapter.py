@@ -213,7 +213,7 @@ def test_its_state_travels_with_the_buffers() -> None:
     assert other.sample()["x"].tolist() == [2, 3]
 
 
-def test_who_draws_by_rng_draws_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_draws_by_rng_are_the_same_after_a_restart(tmp_path: Path) -> None:
     def open_again() -> Any:
         return expstore.open(tmp_path / "run.exp", capacity=100, seed=5, sampler=Chance(), batch_size=8)
 
@@ -258,7 +258,7 @@ def test_an_empty_buffer_is_refused_before_it_is_asked() -> None:
         (([17], {}), NotFoundError, "no row with index 17"),
     ],
 )
-def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -> None:
+def test_invalid_results_of_a_sampler_are_refused(drawn: Any, error: type[Exception], text: str) -> None:
     class Wrong(Newest):
         def sample(self, storage: Any, batch_size: int) -> Any:
             return drawn
@@ -317,7 +317,7 @@ def test_without_replacement_says_so_itself() -> None:
     assert type(SamplerWithoutReplacement(replacement=False)) is SamplerWithoutReplacement
 
 
-def test_where_there_is_no_variant_it_is_refused() -> None:
+def test_samplers_without_that_variant_refuse_it() -> None:
     class Mine(RandomSampler):
         pass
 

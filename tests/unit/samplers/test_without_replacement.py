@@ -28,7 +28,7 @@ def numbers(rb: TensorDictReplayBuffer) -> list[list[int]]:
     ("size", "drop_last", "lengths"),
     [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5]), (16, False, [10])],
 )
-def test_a_pass(size: int, drop_last: bool, lengths: list[int]) -> None:
+def test_a_pass_draws_each_row_at_most_once(size: int, drop_last: bool, lengths: list[int]) -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=drop_last), batch_size=size)
     rb.extend(numbered_rows(10))
     passes = [numbers(rb) for _ in range(20)]
@@ -107,7 +107,7 @@ def test_rows_given_up_before_others_take_their_places() -> None:
     assert sorted(again.ids.tolist()) == [7, 8, 9, 10]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=True), batch_size=11)
     with pytest.raises(NotReadyError, match="empty storage"):
         rb.sample()

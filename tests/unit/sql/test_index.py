@@ -253,7 +253,7 @@ def test_a_second_commit_of_the_same_changes_nothing(index: Index) -> None:
     assert contents(index) == after != before
 
 
-def test_what_was_there_is_replaced(index: Index) -> None:
+def test_existing_rows_are_replaced(index: Index) -> None:
     index.commit(FIRST)
     index.commit(
         delta(
@@ -657,7 +657,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         ("SELECT fleur(1)", "Catalog Error: Scalar Function with name fleur does not exist", ""),
     ],
 )
-def test_what_duckdb_refuses_names_what_is_missing_and_what_there_is(
+def test_errors_of_duckdb_name_missing_and_existing_columns(
     index: Index, sql: str, message: str, hint: str
 ) -> None:
     with pytest.raises(QueryError) as caught:

@@ -194,7 +194,7 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.close()
 
 
-def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
+def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
     storage = new(tmp_path / "a.exp")
     for _ in range(8):
         put(storage, 30)

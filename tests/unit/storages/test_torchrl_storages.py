@@ -95,7 +95,7 @@ def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
         (LazyStackStorage, "compilable", False),
     ],
 )
-def test_what_has_no_meaning_is_refused_with_a_reason(
+def test_meaningless_options_are_refused_with_a_reason(
     kind: Callable[..., Storage], option: str, plain: bool, own_temporary_files: Path
 ) -> None:
     kind(10, **{option: plain}).close()
@@ -153,7 +153,7 @@ def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
     rb.close()
 
 
-def test_what_a_storage_is() -> None:
+def test_storage_classes_have_torchrls_bases() -> None:
     assert issubclass(LazyStackStorage, ListStorage)
     assert issubclass(LazyTensorStorage, TensorStorage)
     assert issubclass(TensorStorage, MemoryStorage)

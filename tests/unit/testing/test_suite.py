@@ -255,7 +255,7 @@ def test_same_reports_differences(found: Any, expected: Any) -> None:
     same(expected, expected, "the rows")
 
 
-def test_what_should_be_refused_and_is_not() -> None:
+def test_raises_reports_a_missing_error() -> None:
     with pytest.raises(AssertionError, match="an act: no SchemaError or KeyError"):
         with raises(SchemaError, KeyError, what="an act"):
             pass

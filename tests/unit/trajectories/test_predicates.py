@@ -119,7 +119,7 @@ def test_functions_of_a_trajectory_are_conditions() -> None:
     assert lengths_of(memory_buffer(rows=steps(*LENGTHS)).query(lambda t: t.length == 3)) == [3]
 
 
-def test_what_is_no_condition() -> None:
+def test_invalid_conditions_are_refused() -> None:
     for act in (
         memory_buffer(rows=steps(*LENGTHS)).query,
         lambda condition: filter_trajectories(steps(*LENGTHS), condition),

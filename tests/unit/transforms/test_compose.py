@@ -155,7 +155,7 @@ def test_invalid_transforms_are_refused(wrong: object) -> None:
         Compose.of(wrong)
 
 
-def test_of_takes_none_a_chain_and_anything_else() -> None:
+def test_of_accepts_none_a_chain_or_a_transform() -> None:
     chain = Compose(increase)
     assert Compose.of(chain) is chain
     assert len(Compose.of(None)) == 0

@@ -86,7 +86,7 @@ def test_every_start_has_the_same_chance(masked: bool) -> None:
     assert chi_square(counts, chances) < limit_of(chances.size)
 
 
-def test_what_cannot_be_cropped_is_told() -> None:
+def test_uncroppable_data_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Cannot sub-sample from a tensordict with an empty shape"):
         RandomCropTensorDict(2)(TensorDict({"x": torch.zeros(3)}, []))
     with pytest.raises(RuntimeError, match=r"Cannot sample trajectories of length 5 along dimension -1"):

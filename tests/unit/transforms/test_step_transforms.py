@@ -295,7 +295,7 @@ def buffer(transform: Any, rows: TensorDict | None = None, **options: Any) -> Te
     return memory_buffer(seed=1, transform=transform, rows=rows, **options)
 
 
-def test_what_is_stored_stays_and_n_steps_can_change() -> None:
+def test_stored_rows_stay_unchanged_and_n_steps_can_change() -> None:
     multi = MultiStepTransform(n_steps=3, gamma=0.5)
     rb = buffer(multi, counted(6, ends=5))
     assert rb[:]["next", "reward"].flatten().tolist() == [1.75, 1.75, 1.75, 1.5, 1.0, 1.0]
@@ -493,7 +493,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_means_nothing_is_refused(name: str) -> None:
+def test_meaningless_arguments_are_refused(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make()

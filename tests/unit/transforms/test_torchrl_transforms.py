@@ -242,7 +242,7 @@ def test_on_trajectories(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_ENVIRONMENTS)
-def test_what_needs_an_environment_fails_in_both(name: str) -> None:
+def test_transforms_that_need_an_environment_fail_in_both(name: str) -> None:
     ours, other = (told(lib, IN_ENVIRONMENTS[name], [rows(12)]) for lib in (OURS, THEIRS))
     assert len(ours) == len(other)
     assert isinstance(ours[-1], str)

@@ -199,7 +199,7 @@ def test_lists_of_a_fixed_size_are_tensors(kind: pa.DataType) -> None:
     assert (x.tolist(), n.tolist()) == (values, [7, 8])
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_unsendable_batches_are_refused() -> None:
     missing = pa.RecordBatch.from_pydict({"x": [[0.0] * 6, None], "n": [1, 2]}, _plain_schema())
     with pytest.raises(SchemaError, match="'x' has rows without a value"):
         CODEC.decode(missing)

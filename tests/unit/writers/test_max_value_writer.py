@@ -479,7 +479,7 @@ def test_a_copy_of_a_writer_has_no_ranks() -> None:
 # What is refused, with nothing changed.
 
 
-def test_what_a_writer_cannot_rank(make: Make) -> None:
+def test_unrankable_rows_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="reduction 'product' is unknown"):
         TensorDictMaxValueWriter(reduction="product")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not support compilable=True"):
@@ -531,7 +531,7 @@ def test_no_other_writer_destroys_the_best_rows(make: Make) -> None:
     assert [number for _, number in whole(rb)] == [3, 1, 2]
 
 
-def test_what_a_store_is_ranked_by_is_kept(tmp_path: Path) -> None:
+def test_the_rank_key_of_a_store_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "best.exp"
     with expstore.open(path, capacity=2, writer=TensorDictMaxValueWriter("score", "max")) as rb:
         rb.extend(rows([7.0, 8.0]))

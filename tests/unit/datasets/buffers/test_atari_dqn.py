@@ -221,7 +221,9 @@ def test_some_checkpoints(tmp_path: Path, run: tuple[Path, list[Step]]) -> None:
         AtariDQNExperienceReplay("Pong/5", root=tmp_path, checkpoints=[1])
 
 
-def test_a_mirror(tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_downloaded_from_a_mirror(
+    tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", 2)
     with serving_files(run[0].parents[2]) as server:
         data = AtariDQNExperienceReplay("Pong/5", root=tmp_path, mirror=server.url)

@@ -240,7 +240,7 @@ def aimed(sql: str, ground: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_only_does_harm_is_refused(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
+def test_harmful_sql_is_refused(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     assert outcome(strict, aimed(REFUSED[number], ground)) in {"query", "too_long"}
     assert table(strict.query("SELECT 42 AS a")).to_pylist() == [{"a": 42}]
 
@@ -257,7 +257,7 @@ def test_harmful_sql_is_contained(strict: SqlWorker, ground: dict[str, str], num
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("sql", SLOW)
-def test_what_does_not_end_is_ended(strict: SqlWorker, sql: str) -> None:
+def test_endless_queries_are_ended(strict: SqlWorker, sql: str) -> None:
     began = time.monotonic()
     assert outcome(strict, sql) in {"timeout", "memory"}
     assert time.monotonic() - began < strict.limits.seconds + LATE_SECONDS

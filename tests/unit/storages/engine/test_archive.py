@@ -294,7 +294,7 @@ def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
         assert read
 
 
-def test_what_is_deleted_or_loaded_over_does_not_go_there(tmp_path: Path) -> None:
+def test_deleted_and_replaced_rows_are_not_archived(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 150, archive=tmp_path / "old.exp") as rb:
         rb.snapshots.tag("before")
         rb.empty()
@@ -463,7 +463,7 @@ def test_invalid_archive_paths_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "more.exp").exists()
 
 
-def test_what_an_archive_cannot_follow_is_refused(tmp_path: Path) -> None:
+def test_changes_that_an_archive_cannot_follow_are_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with filled(path, 100, archive=old) as rb:
         with pytest.raises(StateError, match="would come or go"):

@@ -64,7 +64,7 @@ def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: 
         assert (batch["frame"][:, 3, 3] == batch["action"].to(torch.uint8)).all()
 
 
-def test_what_contradicts_the_store_is_refused(tmp_path: Path) -> None:
+def test_layouts_that_contradict_the_store_are_refused(tmp_path: Path) -> None:
     path, fields = tmp_path / "run.exp", {"frame": {"rows": 8}}
     expstore.open(path, layout=expstore.Layout(fields=fields)).close()
     for agrees in ({}, {"layout": "auto"}, {"fields": fields}, {"layout": "auto", "fields": fields}):
@@ -154,7 +154,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all of these are"),
     ],
 )
-def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
+def test_unknown_layouts_are_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
     with pytest.raises(SchemaError, match=match):
         expstore.open(tmp_path / "run.exp", layout=asked_layout(asked))
     assert not (tmp_path / "run.exp").exists()
@@ -184,7 +184,7 @@ def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], mat
         ),
     ],
 )
-def test_what_has_no_meaning_for_the_first_rows_is_refused(
+def test_layouts_that_do_not_fit_the_first_rows_are_refused(
     tmp_path: Path, asked: dict[str, Any], match: str
 ) -> None:
     """Before anything is made; with mode "w" the same folder takes what has one."""

@@ -93,7 +93,7 @@ def test_more_keys_than_are_spare_must_wait(path: Path) -> None:
     assert not keys.unsynced
 
 
-def test_what_was_written_without_a_mark_is_written_again(path: Path) -> None:
+def test_keys_written_without_a_mark_are_written_again(path: Path) -> None:
     keys = brought_with(path, 4)
     add(keys, 4, 1)
     keys.flush()

@@ -393,7 +393,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_who_would_overwrite_rows_that_are_not_copied_waits(
+def test_overwriting_uncopied_rows_waits(
     store_path: Path, place: Path, make_batch: Make, waiting: threading.Event
 ) -> None:
     disk = SlowDisk("action/c.1")
@@ -587,7 +587,7 @@ def test_another_capacity_takes_the_newest_rows(
         assert same(rows_of(rb), expected)
 
 
-def test_what_does_not_fit_changes_nothing(
+def test_refused_calls_change_nothing(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
 ) -> None:
     with expstore.open(store_path, capacity=100) as rb:

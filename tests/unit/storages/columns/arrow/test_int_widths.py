@@ -152,7 +152,7 @@ def test_the_narrowest_type_that_holds_both_ends(least: int, most: int, kind: pa
     assert together(((-3, 5),), ((0, 9),)) == ((-3, 9),)
 
 
-def test_what_stands_where_nothing_is_counts_for_nothing() -> None:
+def test_values_below_nulls_are_ignored() -> None:
     numbers = pa.array([1, 1 << 40, 3], pa.int64())
     hidden = pa.Array.from_buffers(pa.int64(), 3, [pa.py_buffer(b"\x05"), numbers.buffers()[1]])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, None, 3]), pa.array([1, 1 << 40, 3], pa.int64()))

@@ -136,7 +136,7 @@ class NoLinks(Disk):
         return False
 
 
-def test_where_there_are_no_links_all_is_copied(tmp_path: Path, place: Path) -> None:
+def test_without_hard_links_files_are_copied(tmp_path: Path, place: Path) -> None:
     with make(tmp_path / "store", 40, disk=NoLinks()) as rb:
         rb.extend(rows(30))
         rb.extend(rows(37, 30))

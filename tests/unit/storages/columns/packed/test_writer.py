@@ -542,7 +542,7 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
     life.end()
 
 
-def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_opening_are_removed(tmp_path: Path) -> None:
     life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
     life.extend(7)
     (tmp_path / "again").write_bytes(b"half of a shard")
