@@ -67,9 +67,7 @@ def test_values_of_all_types_are_answered_as_json(client: httpx.Client) -> None:
     assert set(told["rows"][2]) == {None}
 
 
-def test_sql_that_the_server_cannot_answer_is_no_fault_of_the_client(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unanswerable_sql_is_a_server_error(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     post_rows(client, 1)
     monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(3)")
     answer = client.post(f"{RUN}/sql", json={"query": "SELECT 1"})

@@ -217,7 +217,7 @@ def test_the_process_exits_with_the_code(store: Path) -> None:
     assert done.out == ""
 
 
-def test_a_pipe_that_closes_is_no_error(store: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(store: Path) -> None:
     command = [sys.executable, "-m", "expstore", "sql", str(store), "SELECT repeat('x', 1000000)", "--csv"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -354,7 +354,7 @@ def test_hooks_are_notified_of_recorder_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler"]
 )
-def test_samplers_of_slices_tell_their_settings(tmp_path: Path, name: str) -> None:
+def test_samplers_of_slices_show_their_settings(tmp_path: Path, name: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         def make(**keywords: Any) -> Any:
             first = (10, 0.7, 0.9) if name == "PrioritizedSliceSampler" else ()

@@ -125,7 +125,7 @@ class Run:
         """Run the remaining units: several at once, and at the end those that need the whole machine.
 
         Raises:
-            KeyboardInterrupt: Running units were killed, and are not finished.
+            KeyboardInterrupt: Interrupted. Running units were killed and run again next time.
         """
         started = time.monotonic()
         try:

@@ -224,7 +224,7 @@ def test_a_block_has_torchrls_keys_shapes_and_dtypes() -> None:
     torch.testing.assert_close(batch["next", "done"], ended)
 
 
-def test_a_reset_call_is_no_transition() -> None:
+def test_a_reset_is_not_a_transition() -> None:
     rb = collected(make_envs(lengths=(1, 4)), constant_policy, steps=40)
     first, second = rb.lanes()
     assert first["next", "done"].all()

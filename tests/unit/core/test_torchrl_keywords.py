@@ -50,7 +50,7 @@ def test_a_keyword_of_another_class_is_unknown() -> None:
         check_keywords(Thing(), {"shared": False}, ("compilable",))
 
 
-def test_every_reason_is_said() -> None:
+def test_every_ignored_keyword_has_a_reason() -> None:
     assert not [name for name, void in VOID.items() if len(void.reason) < 15]
 
 

@@ -215,7 +215,7 @@ def test_settings_of_a_store_come_back(tmp_path: Path, form: str) -> None:
                 assert getattr(manifests[0], name) == getattr(manifests[1], name)
 
 
-def test_rows_that_are_no_tensordicts_come_back(tmp_path: Path, form: str) -> None:
+def test_rows_other_than_tensordicts_are_read_back(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 100)
     with expstore.ReplayBuffer(storage=storage) as rb:
         rb.extend((torch.arange(30), {"a": torch.ones(30, 2, dtype=torch.bfloat16)}))

@@ -60,7 +60,7 @@ def test_buffers_packed_by_arrow_are_unpacked(asked: list[tuple[int, int, str | 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 @pytest.mark.parametrize("size", [40, 5000, 200_000])
-def test_damage_is_said_and_nothing_else_written(codec: str, size: int) -> None:
+def test_damage_is_reported_and_nothing_else_is_written(codec: str, size: int) -> None:
     whole, data = packed(some_bytes(1000, 9, 0), codec), packed(some_bytes(size, 40, 1), codec)
     rng = np.random.default_rng(2)
     for cut in (9, 12, data.size // 2, data.size - 1):

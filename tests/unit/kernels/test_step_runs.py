@@ -126,7 +126,7 @@ def test_rows_are_located_by_episode_and_id() -> None:
     assert steps[found >= 0].tolist() == [1, 2, 10, 1]
 
 
-def test_beyond_the_end_there_is_no_row() -> None:
+def test_no_row_exists_beyond_the_end() -> None:
     table = RunTable(columns((1, 0, 3, 1, 2)), 0)
     assert table.rows(np.array([0]), np.array([1]), np.array([4])).tolist() == [3, 5, 0, 0]
 

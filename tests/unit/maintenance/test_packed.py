@@ -192,7 +192,7 @@ def test_a_repair_costs_the_rows_that_were_named_and_no_others(
 
 
 @pytest.mark.parametrize("synced", [0, 1])
-def test_a_kill_before_the_shape_has_grown_is_no_damage(
+def test_a_kill_before_the_shape_has_grown_does_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: int
 ) -> None:
     """A shard has begun, and zarr.json does not cover it yet; the next opening mends that.

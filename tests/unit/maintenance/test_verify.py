@@ -289,7 +289,7 @@ def test_the_command_runs_next_to_a_writer(store: Path, capsys: pytest.CaptureFi
     assert "has it open for writing" in capsys.readouterr().err
 
 
-def test_lanes_of_which_the_first_row_is_gone_are_no_trouble(store_path: Path) -> None:
+def test_lanes_without_their_first_row_are_read(store_path: Path) -> None:
     """What columns tell may be cut into other fragments than what was told when the rows came."""
     with expstore.open(store_path, capacity=70, seed=1) as rb:
         rb.extend(batch(29, 0), source="a")

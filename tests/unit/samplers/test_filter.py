@@ -493,7 +493,7 @@ def test_a_store_whose_fields_are_others_is_not_left_open(store_path: Path) -> N
 
 
 @pytest.mark.parametrize("weight", ["kind - 3", "'nan'::FLOAT", "1e308 * kind * 10", "kind * 1e200"])
-def test_a_weight_that_is_no_weight_is_refused_and_nothing_changed(weight: str) -> None:
+def test_invalid_weights_are_refused_and_change_nothing(weight: str) -> None:
     rb = in_memory(RandomSampler(weight=f"CASE WHEN number < 100 THEN 1 ELSE {weight} END"))
     rb.extend(rows(100))
     rb.sample()

@@ -169,7 +169,7 @@ def test_other_names_for_marks() -> None:
     assert rb.sample().get("done") is not None
 
 
-def test_plain_buffers_tell_marks_in_the_info() -> None:
+def test_plain_buffers_report_marks_in_the_info() -> None:
     rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2), kind=ReplayBuffer, batch_size=8)
     batch, info = rb.sample(return_info=True)
     assert batch.get("next") is None

@@ -344,7 +344,7 @@ def test_the_last_commit_writes_everything_and_lets_go_of_the_file(
     assert rows(index, "FROM meta") == [("a", "2")]
 
 
-def test_info_that_is_no_json_is_refused_and_nothing_taken(index: Index) -> None:
+def test_invalid_json_is_refused_and_nothing_is_committed(index: Index) -> None:
     index.commit(FIRST)
     with pytest.raises(StorageError, match="JSON"):
         index.commit(delta((1, 5), [episode(3, info="{")]))
@@ -1215,7 +1215,7 @@ def test_a_rebuild_that_fails_at_any_act_can_be_repeated(path: Path) -> None:
     assert fail_at >= 3
 
 
-def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
+def test_files_of_an_interrupted_rebuild_are_ignored(path: Path) -> None:
     path.with_name("index.tmp").write_bytes(b"half")
     path.with_name("index.tmp.wal").write_bytes(b"half")
     path.with_name("index.duckdb.wal").write_bytes(b"of another file")

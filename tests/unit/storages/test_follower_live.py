@@ -596,7 +596,7 @@ def test_a_writer_out_of_sight_is_known_by_its_heartbeat(
         same_answers(rb, seen)
 
 
-def test_a_number_that_another_process_has_got_is_no_writer(store_path: Path) -> None:
+def test_a_reused_process_id_is_not_a_writer(store_path: Path) -> None:
     in_a_fork(lambda: write_and_die(store_path))
     disk = ReadingDisk()
     disk.process_start = lambda pid: time.time() + 5  # type: ignore[method-assign]

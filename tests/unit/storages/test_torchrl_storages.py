@@ -337,7 +337,7 @@ def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> Non
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_folder_goes_when_the_program_is_told_to_end(number: int) -> None:
+def test_signals_remove_a_temporary_folder(number: int) -> None:
     with start("while True:\n    signal.pause()") as program:
         assert program.stdout is not None
         folder = Path(program.stdout.readline().strip())

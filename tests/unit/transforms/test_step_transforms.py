@@ -369,7 +369,7 @@ def test_a_mask_makes_rows_terminal() -> None:
     assert buffer(MultiStepTransform(2, 0.5), rows)[:]["nonterminal"].tolist() == [True, False, True, False]
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_empty_batches_are_accepted() -> None:
     rb = buffer(None, counted(4, mask=torch.ones(4, dtype=torch.uint8)))
     for part in (MultiStepTransform(2, 0.5), Reward2GoTransform(), CatFrames(2, -1, ["x"])):
         rb.append_transform(part)

@@ -134,7 +134,7 @@ def test_parameters(worker: SqlWorker, sql: str, params: Any) -> None:
     assert table(worker.query(sql, params)).to_pylist() == [{"n": 120}]
 
 
-def test_further_rows_are_left_out_and_it_is_said(store: Path) -> None:
+def test_further_rows_are_left_out_and_reported(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(rows=100, bytes=4000, seconds=20)) as worker:
         for rows, truncated in ((99, False), (100, False), (101, True), (10**12, True)):
             answer = worker.query(f"SELECT i FROM range({rows}) t(i)")
@@ -476,13 +476,13 @@ def test_files_network_and_processes_are_out_of_reach(store: Path, ground: dict[
     assert (found["inside"], found["list"]) == ("done", "done")
 
 
-def test_whether_files_are_out_of_reach_is_said(worker: SqlWorker) -> None:
+def test_whether_files_are_protected_is_reported(worker: SqlWorker) -> None:
     said = worker.stats()["confined"]
     assert said.startswith(("landlock ", "no landlock: "))
     assert "threads" not in said
 
 
-def test_without_landlock_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_landlock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "_prctl", lambda option, value: None)
     monkeypatch.setattr(confine, "_CREATE", 100_000)
     assert confine.restrict([]).startswith("no landlock: Function not implemented")

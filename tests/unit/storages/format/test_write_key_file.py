@@ -51,7 +51,7 @@ def brought(keys: KeyFile) -> KeyFile:
     return keys
 
 
-def test_there_is_no_file_without_a_key(path: Path) -> None:
+def test_no_file_is_created_without_a_key(path: Path) -> None:
     keys = brought(opened(path))
     assert not path.exists()
     assert not keys.unsynced
@@ -132,7 +132,7 @@ def test_keys_that_only_records_have_take_the_places_of_lost_ones(path: Path) ->
 
 
 @pytest.mark.parametrize("place", range(4, 10))
-def test_a_damaged_entry_is_said_and_costs_itself(
+def test_a_damaged_entry_is_reported_and_lost_alone(
     path: Path, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     brought_with(path, 10).close()
@@ -151,7 +151,7 @@ def test_a_damaged_entry_is_said_and_costs_itself(
 
 
 @pytest.mark.parametrize("left", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 100, None])
-def test_a_file_that_is_cut_or_gone_is_said(
+def test_a_truncated_or_missing_file_is_reported(
     path: Path, caplog: pytest.LogCaptureFixture, left: int | None
 ) -> None:
     brought_with(path, 5).close()
