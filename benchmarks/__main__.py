@@ -193,7 +193,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     effort.add_argument("--smoke", dest="effort", action="store_const", const="smoke", help="all once, tiny")
     parser.set_defaults(effort="full")
     parser.add_argument("--resume", action="store_true", help="continue the newest interrupted run")
-    parser.add_argument("--out", type=Path, default=OUT, help="where runs lie")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for runs")
     parser.add_argument("--patience", type=float, default=1.0, help="factor for the time limits of parts")
     parser.add_argument("--frames", type=Path, default=OUT / "frames", help="folder for frames of games")
     parser.add_argument(

@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None, out: Callable[[str], object] = print
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds for which a call is repeated")
     parser.add_argument("--top", type=int, default=15, help="number of functions in a table")
     parser.add_argument("--native", action="store_true", help="C functions, too")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="where stores lie")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "out", help="folder for stores")
     parser.add_argument("--work", choices=ACTS, help=argparse.SUPPRESS)
     wanted = parser.parse_args(argv)
     if wanted.work:

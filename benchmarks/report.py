@@ -94,7 +94,7 @@ def options(doc: str | None, *, quick: str, folder: Path) -> argparse.ArgumentPa
     parser.add_argument("--quick", action="store_true", help=f"{quick}: rough numbers")
     parser.add_argument("--smoke", action="store_true", help="run everything once, tiny, without bars")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
-    parser.add_argument("--folder", type=Path, default=folder, help="where stores lie")
+    parser.add_argument("--folder", type=Path, default=folder, help="folder for stores")
     parser.add_argument(
         "--threads",
         type=_numbers,

@@ -31,7 +31,7 @@ class Part:
         script: A module of this folder.
         arguments: Arguments in addition to those that every script has.
         limit: Seconds after which the part is stopped; results up to then are kept.
-        note: What is smaller than the script's default.
+        note: Sizes that are smaller than the script's defaults.
         smoke: Additional arguments in a smoke run. None leaves the part out, because it starts many
             processes or repeats another part.
     """

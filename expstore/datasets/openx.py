@@ -139,7 +139,7 @@ class OpenXReader(Reader):
         known = self._kinds()
         if steps.kinds != known:
             differing = sorted(key_name(key) for key, _ in steps.kinds.items() ^ known.items())
-            raise SchemaError(f"{', '.join(differing)} of the steps differ from those of the first episode")
+            raise SchemaError(f"the steps differ from those of the first episode in {', '.join(differing)}")
         has_last = self._last_step == "observation"
         count = len(steps) - has_last
         end, facts = steps.end(), steps.facts(max(1, count))
@@ -339,7 +339,7 @@ def _column(key: Key, values: Sequence[Any]) -> tuple[Kind, Any]:
     first = values[0]
     if isinstance(first, (str, bytes)):
         if not all(isinstance(value, type(first)) for value in values):
-            raise SchemaError(f"{key_name(key)!r} does not have the type {type(first).__name__} in all steps")
+            raise SchemaError(f"{key_name(key)!r} is not {type(first).__name__} in all steps")
         if isinstance(first, bytes) and first.startswith((b"\x89PNG", b"\xff\xd8\xff")):
             return "image", values
         return "text", [

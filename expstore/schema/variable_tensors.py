@@ -99,7 +99,7 @@ def convert(column: pa.Array, found: Ragged, wanted: Ragged) -> pa.Array:
     """Return tensors as a column of another type.
 
     Raises:
-        ValueError: They do not fit: values may be lost, or sizes differ.
+        ValueError: The tensors do not fit the type: values may be lost, or sizes differ.
     """
     import pyarrow as pa
 

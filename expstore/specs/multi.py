@@ -439,7 +439,7 @@ class MultiOneHot(OneHot):
         return torch.cat(rows, -1).reshape(self.shape)
 
     def index(self, index: torch.Tensor, tensor_to_index: torch.Tensor) -> torch.Tensor:
-        """Index a part of a tensor's last dim with each one-hot row; the result has one element per row.
+        """Select one element from each part of a tensor's last dim with the part's one-hot row.
 
         Args:
             index: A value of this spec.

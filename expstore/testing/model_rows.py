@@ -50,7 +50,7 @@ def make_batch(rows: Sequence[Row], *, lanes: int = 1, trajectories: bool = True
     """Return rows as a batch of shape `[T]`, or `[B, T]` with several lanes.
 
     Args:
-        rows: In the order of their ids.
+        rows: The rows, in the order of their ids.
         lanes: Number of rows per time step.
         trajectories: Whether the batch has trajectory ids.
     """

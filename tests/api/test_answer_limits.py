@@ -72,7 +72,7 @@ def client(tmp_path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
-def test_what_is_named_as_the_largest_fits(client: httpx.Client) -> None:
+def test_the_largest_batch_size_of_the_error_fits(client: httpx.Client) -> None:
     for asked in ({}, {"sampler": {"kind": "slices", "slice_len": 1}}, {"where": "x[1] = 0", "seed": 1}):
         for path in ("sample", "sample/stream"):
             body: dict[str, Any] = {**asked, **({"batches": 3} if "stream" in path else {})}

@@ -226,7 +226,7 @@ def test_pages_of_other_sites_change_nothing(opened: Serving) -> None:
             assert client.get("/v1/stores", headers=headers).status_code == 200
 
 
-def test_a_form_or_plain_text_is_no_request(opened: Serving) -> None:
+def test_forms_and_plain_text_are_refused(opened: Serving) -> None:
     """What a page may send without asking first is not what routes take; and no page is ever allowed."""
     with httpx.Client(base_url=opened.url) as client:
         client.put("/v1/stores/plain", json={"fields": {"x": "int64"}})
@@ -299,7 +299,7 @@ def test_requests_have_ids(guarded: Serving) -> None:
         assert all(len(name) < 40 for name in made)
 
 
-def test_the_access_log_tells_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_access_log_contains_no_secrets(guarded: Serving, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "expstore.access"):
         with httpx.Client(base_url=guarded.url, headers=HEADERS) as client:
             headers = {"X-Request-ID": "seen"}
@@ -409,7 +409,7 @@ def test_every_error_has_a_status() -> None:
     assert {kind: status_of(kind("text")) for kind in refused} == refused
 
 
-def test_what_fails_inside_stays_inside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_reveal_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = Serving(Settings(path=tmp_path))
 
     @server.app.get("/broken", tags=["reading"])

@@ -118,7 +118,7 @@ def test_many_requests_share_a_connection(server: Serving) -> None:
         assert found.count(b"HTTP/1.1 200") == 5
 
 
-def test_what_is_no_http_is_answered_in_the_form_of_all_errors(server: Serving) -> None:
+def test_invalid_http_gets_an_error_of_the_usual_form(server: Serving) -> None:
     bad = [
         b"NONSENSE\r\n\r\n",
         b"GET /healthz HTTP/1.1\r\n\r\n",  # no host
@@ -232,7 +232,7 @@ def wait_for(server: Serving, there: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("asked", [
     (b"sample", b'{"batch_size": 100000}', 4), (b"sample/stream", b'{"batch_size": 1000}', 1)
 ], ids=["whole", "stream"])  # fmt: skip
-def test_an_answer_that_nobody_takes_is_given_up(server: Serving, asked: tuple[bytes, bytes, int]) -> None:
+def test_an_unread_answer_is_abandoned(server: Serving, asked: tuple[bytes, bytes, int]) -> None:
     path, body, times = asked
     head = POST.replace(b"extend", path) + b"Content-Length: %d\r\n\r\n" % len(body)
     with socket.socket() as one:
@@ -266,7 +266,7 @@ def test_an_answer_that_is_taken_slowly_comes_whole(server: Serving) -> None:
 # -- crowds --------------------------------------------------------------------------------------------
 
 
-def test_idle_connections_keep_nobody_out(server: Serving) -> None:
+def test_idle_connections_block_no_others(server: Serving) -> None:
     crowd = [connect(server) for _ in range(500)]
     try:
         for one in crowd[::2]:

@@ -120,7 +120,7 @@ def test_other_types_are_refused(client: httpx.Client) -> None:
             assert (refused.status_code, refused.json()["error"]["kind"]) == (406, "accept")
 
 
-def test_connect_goes_on_with_arrow(client: httpx.Client) -> None:
+def test_connect_continues_with_arrow(client: httpx.Client) -> None:
     """Rows that JSON has no form for arrive; JSON would have null."""
     body = {"fields": {"x": "float32"}}
     client.put("/v1/stores/nan", json=body).raise_for_status()

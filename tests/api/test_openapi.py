@@ -93,7 +93,7 @@ def test_everything_is_described_and_has_examples(document: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("lost", ["summary", "description", "parameter", "property", "schema", "example"])
-def test_what_lacks_a_description_is_found(document: dict[str, Any], lost: str) -> None:
+def test_missing_descriptions_are_found(document: dict[str, Any], lost: str) -> None:
     changed = json.loads(json.dumps(document))
     act, schemas = changed["paths"]["/v1/stores/{name}/extend"]["post"], changed["components"]["schemas"]
     if lost == "summary":

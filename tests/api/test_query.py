@@ -67,9 +67,7 @@ def test_values_of_all_types_are_answered_as_json(client: httpx.Client) -> None:
     assert set(told["rows"][2]) == {None}
 
 
-def test_sql_that_the_server_cannot_answer_is_no_fault_of_the_client(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unanswerable_sql_is_a_server_error(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     post_rows(client, 1)
     monkeypatch.setattr(pool, "_BOOT", "raise SystemExit(3)")
     answer = client.post(f"{RUN}/sql", json={"query": "SELECT 1"})
@@ -183,7 +181,7 @@ def test_versions_are_made_and_gone_back_to(client: httpx.Client) -> None:
     assert client.post(f"{RUN}/dumps", json={"tag": "first"}).status_code == 409
 
 
-def test_who_is_too_fast_waits(tmp_path: Path) -> None:
+def test_a_fast_client_waits(tmp_path: Path) -> None:
     settings = replace(SETTINGS, path=tmp_path, min_size=20, samples_per_insert=1.0, error_buffer=20.0)
     with (
         Serving(settings) as server,

@@ -83,7 +83,7 @@ def test_fields_that_came_late_may_be_missing(client: httpx.Client, tmp_path: Pa
         assert client.post("/v1/stores/run/extend", content=bad, headers=ARROW).status_code == 422
 
 
-def test_what_is_written_over_http_is_the_stores(client: httpx.Client, tmp_path: Path) -> None:
+def test_rows_written_over_http_are_in_the_store(client: httpx.Client, tmp_path: Path) -> None:
     client.put("/v1/stores/run", json={"seed": 1})
     data = batch_of(20)
     client.post("/v1/stores/run/extend", content=body_of(data), headers=ARROW)

@@ -135,7 +135,7 @@ def test_rows_are_consumed_by_all_clients_together(client: httpx.Client) -> None
     assert sorted(sample(client, sampler="once", batch_size=15)["id"].tolist()) == [41, 42, 43, 44, 45]
 
 
-def test_who_waits_is_given_rows_when_they_come(client: httpx.Client) -> None:
+def test_a_waiting_client_gets_rows_when_they_come(client: httpx.Client) -> None:
     with httpx.Client(base_url=client.base_url, timeout=30) as other:
         found: list[int] = []
         waiting = threading.Thread(

@@ -93,7 +93,7 @@ def test_others_are_answered_if_they_have_the_token(tmp_path: Path) -> None:
     assert "secret-1" not in err
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unservable_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, tmp_path / "none") == (2, {
         "kind": "not_found", "message": f"{tmp_path}/none is neither a store nor a folder of stores",
         "hint": "create it first",
@@ -119,7 +119,7 @@ def test_files_without_a_token_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert (code, error["kind"]) == (1, "storage")
 
 
-def test_a_store_that_somebody_writes_to_is_followed_or_refused(
+def test_a_store_with_a_writer_is_followed_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.exp"
@@ -187,7 +187,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
             assert child.wait(PATIENCE) == -signal.SIGTERM
 
 
-def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_rows_survive_a_kill(tmp_path: Path) -> None:
     with serving(tmp_path) as (child, facts), httpx.Client(base_url=facts["listening"]) as client:
         client.put("/v1/stores/run", json={"fields": {"x": "int64"}})
         acknowledged = 0

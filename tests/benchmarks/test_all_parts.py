@@ -53,7 +53,7 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_every_row_is_there_and_bars_can_fail(tmp_path: Path) -> None:
+def test_every_row_is_printed_and_bars_can_fail(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     # One bar that is a least, one that is a most.
     bars = ("--bar", "locomotion/sample=1e9", "--bar", "memory/growth=-1e9", "--bar", "pixels/sample=0")
@@ -211,7 +211,7 @@ def test_offered_rows_are_measured(run: dict[str, Any]) -> None:
     assert all(min(found[name]["expstore"]) > 0 for name in ("locomotion-p50", "no-pause-disk"))
 
 
-def test_a_cgroup_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cgroup_that_cannot_be_created_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(larger_than_memory, "CGROUPS", tmp_path / "nothing")
     told: list[str] = []
     arguments = ["--smoke", "--folder", str(tmp_path / "stores")]

@@ -79,7 +79,7 @@ def told() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("document", tables.DOCUMENTS)
-def test_documents_tell_the_figures_of_the_stored_results(document: str) -> None:
+def test_documents_contain_the_figures_of_the_stored_results(document: str) -> None:
     if not RESULTS.exists():
         pytest.skip("no run has been put into the documents")
     text = (ROOT / document).read_text()
@@ -87,7 +87,7 @@ def test_documents_tell_the_figures_of_the_stored_results(document: str) -> None
 
 
 @pytest.mark.parametrize("document", sorted({*tables.DOCUMENTS, *DECLARED}))
-def test_documents_tell_no_figure_besides(document: str) -> None:
+def test_documents_contain_only_declared_figures(document: str) -> None:
     text = (ROOT / document).read_text()
     for name in tables.DOCUMENTS.get(document, ()):
         text = re.sub(
@@ -111,7 +111,7 @@ def test_blocks_say_what_a_run_says(told: dict[str, Any]) -> None:
     assert "| sample 256 rows | not measured | | | |" in tables.embed(page, text, told)
 
 
-def test_a_busy_machine_is_told(told: dict[str, Any]) -> None:
+def test_a_busy_machine_is_reported(told: dict[str, Any]) -> None:
     def text() -> str:
         return " ".join("\n".join(tables.table(tables.Told(told))).split())
 
@@ -120,7 +120,7 @@ def test_a_busy_machine_is_told(told: dict[str, Any]) -> None:
     assert "Other programs were running during 1 of 1 parts" in text()
 
 
-def test_all_buffers_are_told_beside_one_another(told: dict[str, Any]) -> None:
+def test_all_buffers_share_one_table(told: dict[str, Any]) -> None:
     ours = {"expstore": series(1e-3), "side": "expstore-flat"}
     sides = {"expstore-default": 4e-3, "torchrl-list": 6e-3, "torchrl-memmap": 2e-3}
     told["results"] = [
@@ -199,7 +199,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[suite.Part]
     return some
 
 
-def test_parts_that_fail_stop_no_others_and_a_cut_run_goes_on(
+def test_failed_parts_stop_no_others_and_a_cut_run_continues(
     scripts: list[suite.Part], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"

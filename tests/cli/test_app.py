@@ -217,7 +217,7 @@ def test_the_process_exits_with_the_code(store: Path) -> None:
     assert done.out == ""
 
 
-def test_a_pipe_that_closes_is_no_error(store: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(store: Path) -> None:
     command = [sys.executable, "-m", "expstore", "sql", str(store), "SELECT repeat('x', 1000000)", "--csv"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -228,7 +228,7 @@ def test_a_pipe_that_closes_is_no_error(store: Path) -> None:
 
 @pytest.mark.parametrize("arguments", [("info",), ("sql", "SELECT 1"), ("sql", "SELECT 1", "--parquet", "x")])
 @pytest.mark.parametrize("kind", ["missing", "folder", "file"])
-def test_what_is_no_store_stays_as_it_is(
+def test_folders_that_are_not_stores_stay_unchanged(
     cli: Cli, tmp_path: Path, arguments: tuple[str, ...], kind: str
 ) -> None:
     path = tmp_path / "a"
@@ -460,7 +460,7 @@ def test_bad_sql_in_json(cli: Cli, store: Path) -> None:
     assert "nope" in error["message"]
 
 
-def test_a_table(cli: Cli, store: Path) -> None:
+def test_a_result_is_printed_as_a_table(cli: Cli, store: Path) -> None:
     done = cli(
         "sql", store, 'SELECT episode_id AS e, status, "return" AS r, end_time FROM episodes ORDER BY 1'
     )
@@ -505,7 +505,7 @@ def test_the_limit(cli: Cli, store: Path, query: str, expected: list[int]) -> No
     assert [next(iter(row.values())) for row in done.json] == expected
 
 
-def test_csv(cli: Cli, store: Path) -> None:
+def test_a_result_is_printed_as_csv(cli: Cli, store: Path) -> None:
     query = "SELECT _id, next.reward, observation, 'a,\"b\"\n' AS t, '' AS e, NULL AS n FROM transitions"
     done = cli("sql", store, query, "--csv")
     assert done.out.splitlines()[0] == "_id,reward,observation,t,e,n"
@@ -531,7 +531,7 @@ def test_json_rows(cli: Cli, store: Path) -> None:
     assert row["next"] == {"reward": 0, "terminated": False, "truncated": False}
 
 
-def test_parquet(cli: Cli, store: Path, tmp_path: Path) -> None:
+def test_a_result_is_written_as_parquet(cli: Cli, store: Path, tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
     query = "SELECT _id, observation, next.reward AS r FROM transitions ORDER BY _id"
     done = cli("sql", store, query, "--parquet", file)
@@ -677,7 +677,7 @@ def alarms() -> Iterator[None]:
         gymnasium.registry.pop(f"Alarm{times}-v0")
 
 
-def test_collect_and_go_on(cli: Cli, tmp_path: Path) -> None:
+def test_collect_continues_an_existing_store(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     command = ("collect", "CartPole-v1", path, "--envs", 4, "--seed", 7)
     done = cli(*command, "--steps", 300, "--capacity", 1000)

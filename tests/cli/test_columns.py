@@ -62,7 +62,9 @@ def test_fields_come_and_go(cli: Cli, store: Path, make_batch: Make) -> None:
         (("drop-column", "STORE", "next.reward"), 2, "cannot be dropped"),
     ],
 )
-def test_what_is_refused(cli: Cli, store: Path, words: tuple[str, ...], code: int, text: str) -> None:
+def test_invalid_arguments_are_refused(
+    cli: Cli, store: Path, words: tuple[str, ...], code: int, text: str
+) -> None:
     places = {"STORE": str(store), "NOTHING": str(store) + ".none"}
     given = [places.get(word, word) for word in words]
     found, out, err = cli(*given)

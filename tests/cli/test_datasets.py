@@ -113,7 +113,7 @@ def test_a_collection_without_a_list_says_so(
         (["list", "nobody", "--available"], 2, "Unknown dataset source"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_errors_are_printed(
     cache: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, text: str
 ) -> None:
     assert run(["datasets", *arguments]) == code

@@ -70,7 +70,7 @@ def test_resize_asks_before_rows_are_given_up(
     assert len(asked) == 2
 
 
-def test_resize_is_told_one_capacity(tmp_path: Path, cli: Cli) -> None:
+def test_resize_takes_exactly_one_capacity(tmp_path: Path, cli: Cli) -> None:
     path = make(tmp_path / "run.exp", ROWS)
     for arguments in ((), ("--capacity", 5, "--unbounded")):
         code, _, err = cli("resize", path, *arguments)

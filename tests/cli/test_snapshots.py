@@ -20,7 +20,7 @@ pytestmark = pytest.mark.index
 Make = Callable[..., TensorDict]
 
 
-def test_there_and_back(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:
+def test_a_version_is_saved_and_restored(cli: Cli, store: Path, tmp_path: Path, make_batch: Make) -> None:
     place, new = tmp_path / "backup", tmp_path / "new.exp"
     code, out, _ = cli("dumps", store, place, "--tag", "start")
     assert (code, out.split(",")[0]) == (0, "snapshot 1 (start): 30 rows")

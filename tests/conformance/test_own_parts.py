@@ -59,14 +59,14 @@ class Oldest(Sampler):
         self.told.append(index.tolist())
 
 
-def test_a_writer_of_ones_own() -> None:
+def test_a_custom_writer() -> None:
     with ReplayBuffer(storage=MemoryStorage(10), writer=EverySecond(), batch_size=3) as rb:
         assert rb.extend(numbered_rows(5, key="a")).tolist() == [0, -1, 1, -1, 2]
         assert rb[:]["a"].tolist() == [0, 2, 4]
         assert rb.extend(numbered_rows(3, key="a"), return_ids=True).tolist() == [4, -1, 5]
 
 
-def test_a_storage_of_ones_own() -> None:
+def test_a_custom_storage() -> None:
     with ReplayBuffer(storage=Doubled(10), batch_size=3) as rb:
         rb.extend(numbered_rows(5, key="a"))
         assert rb[:]["a"].tolist() == [0, 2, 4, 6, 8]

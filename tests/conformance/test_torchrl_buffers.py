@@ -58,7 +58,7 @@ def test_adding_goes_round(tmp_path: Path, storage: str) -> None:
 
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("storage", STORAGES)
-def test_emptying_begins_anew(tmp_path: Path, storage: str, buffer: str) -> None:
+def test_emptying_starts_over(tmp_path: Path, storage: str, buffer: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = made(lib, storage, 4, buffer, batch_size=2)
         tell.fails(rb.sample, "Cannot sample from an empty storage")
@@ -257,7 +257,7 @@ def test_samples_carry_what_they_carry(tmp_path: Path, buffer: str) -> None:
     same(program, tmp_path)
 
 
-def test_what_samples_carry_can_be_left_out(tmp_path: Path) -> None:
+def test_info_of_samples_can_be_left_out(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
         rb.extend(TensorDict({"x": torch.arange(10)}, [10]))
@@ -324,7 +324,7 @@ def test_figures_of_a_buffer(tmp_path: Path) -> None:
     same(program, tmp_path)
 
 
-def test_what_can_be_sampled(tmp_path: Path) -> None:
+def test_can_sample_equals_torchrl(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.ReplayBuffer(storage=lib.LazyTensorStorage(10), batch_size=4)
         tell(rb.can_sample(), rb.can_sample(1))
@@ -339,7 +339,7 @@ def test_what_can_be_sampled(tmp_path: Path) -> None:
     same(program, tmp_path)
 
 
-def test_next_gives_batches_until_there_is_none(tmp_path: Path) -> None:
+def test_next_returns_batches_until_the_end(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         rb = lib.ReplayBuffer(
             storage=lib.LazyTensorStorage(10), sampler=lib.SamplerWithoutReplacement(), batch_size=4

@@ -415,7 +415,7 @@ def test_stored_trajectories_are_sampled_in_part() -> None:
     assert torch.equal(data["observation"] // 100, data["index"])
 
 
-def test_what_was_collected_is_split_into_trajectories(policy: RandomPolicy) -> None:
+def test_collected_rows_are_split_into_trajectories(policy: RandomPolicy) -> None:
     collector = SyncDataCollector(make_env(), policy, frames_per_batch=200, total_frames=-1)
     for rollout_tensordict in closing(collector, 1):
         trajectories = split_trajectories(rollout_tensordict)

@@ -93,13 +93,13 @@ def test_every_name_is_in_the_table() -> None:
     assert not [name for name, (_, how) in TABLE.items() if len(how) < 8]
 
 
-def test_what_has_a_name_of_torchrls_is_in_the_table() -> None:
+def test_every_shared_name_is_in_the_table() -> None:
     offered = set(expstore.__all__)
     for place in MODULES:
         assert {name for name in dir(module(place)) if name in offered} <= set(NAMES), place
 
 
-def test_what_is_offered_can_be_imported_and_nothing_else() -> None:
+def test_exactly_the_offered_names_can_be_imported() -> None:
     assert [name for name in TABLE if hasattr(expstore, name)] == [name for name in TABLE if name in OFFERED]
     assert set(OFFERED) <= set(expstore.__all__)
 
@@ -244,7 +244,7 @@ def test_every_void_keyword_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", THROUGH_TORCHRL)
-def test_what_has_no_meaning_is_refused_but_for_its_default(name: str) -> None:
+def test_ignored_keywords_are_refused_except_for_defaults(name: str) -> None:
     needed = NEEDED.get(name, {})
     make: Any = partial(getattr(expstore, name), **needed)
     if name == "ReplayBufferEnsemble":

@@ -336,7 +336,7 @@ def test_hooks_of_samplers_of_users(tmp_path: Path, base: str) -> None:
     same(program, tmp_path)
 
 
-def test_steps_of_a_recorder_are_told_to_hooks(tmp_path: Path) -> None:
+def test_hooks_are_notified_of_recorder_steps(tmp_path: Path) -> None:
     class Noting(expstore.RandomSampler):
         heard: tuple[Any, ...] = ()
 
@@ -354,7 +354,7 @@ def test_steps_of_a_recorder_are_told_to_hooks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["SliceSampler", "SliceSamplerWithoutReplacement", "PrioritizedSliceSampler"]
 )
-def test_samplers_of_slices_tell_their_settings(tmp_path: Path, name: str) -> None:
+def test_samplers_of_slices_show_their_settings(tmp_path: Path, name: str) -> None:
     def program(lib: Any, tell: Teller) -> None:
         def make(**keywords: Any) -> Any:
             first = (10, 0.7, 0.9) if name == "PrioritizedSliceSampler" else ()

@@ -155,7 +155,7 @@ def test_short_trajectories_make_short_batches(tmp_path: Path) -> None:
     same(program, tmp_path)
 
 
-def test_staleness_is_told(tmp_path: Path) -> None:
+def test_staleness_is_returned(tmp_path: Path) -> None:
     def program(lib: Any, tell: Teller) -> None:
         sampler = lib.StalenessAwareSampler(max_staleness=5)
         rb = lib.TensorDictReplayBuffer(storage=lib.LazyTensorStorage(20), sampler=sampler, batch_size=32)

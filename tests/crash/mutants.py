@@ -43,7 +43,7 @@ __all__ = ["BREAKS", "break_protocol"]
 
 
 def _record_first(kept: Any, rows: Rows, checksum: Callable[[int], int]) -> None:
-    """The record is appended, and a sync covers it, before the rows are written."""
+    """Append the record, and let a sync cover it, before the rows are written."""
     state, engine = kept.state, kept.engine
     skipped = kept._reserve(rows)
     for slot, _, n in kept.geometry.runs(rows.first_id + skipped, rows.count - skipped):
@@ -72,7 +72,7 @@ def break_journal_first() -> None:
 
 
 def break_waiting() -> None:
-    """Slots are reused although no durable mark covers the eviction of their rows."""
+    """Reuse slots although no durable mark covers the eviction of their rows."""
 
     def make_room(self: Any, count: int) -> None:
         pass
@@ -81,12 +81,12 @@ def break_waiting() -> None:
 
 
 def break_redo() -> None:
-    """Rows are changed in place although no checkpoint covers their commit record."""
+    """Change rows in place although no checkpoint covers their commit record."""
     Engine.is_behind = property(lambda self: False)  # type: ignore[assignment, method-assign]
 
 
 def break_sync() -> None:
-    """A checkpoint is recorded without a sync of the columns."""
+    """Record a checkpoint without a sync of the columns."""
     begin = WritableColumns.begin
 
     def nothing(self: Any, checkpoint: Checkpoint) -> Dirty:
@@ -97,42 +97,42 @@ def break_sync() -> None:
 
 
 def break_recovery() -> None:
-    """Recovered data is not synced before a new base record refers to it."""
+    """Do not sync recovered data before a new base record refers to it."""
     Opening._make_durable = lambda self, past, store: None  # type: ignore[method-assign]
 
 
 def break_marks() -> None:
-    """A checkpoint covers a change in place before all its columns are written."""
+    """Let a checkpoint cover a change in place before all its columns are written."""
     Checkpointer.pin = lambda self, lsn, segment=None: Pin(lsn, segment)  # type: ignore[method-assign]
 
 
 def break_sync_mode() -> None:
-    """With durability="sync" a call returns before its record is on the disk."""
+    """With durability="sync", return before the record is on the disk."""
     Checkpointer.sync_record = lambda self, journal: None  # type: ignore[method-assign]
 
 
 def break_dumps() -> None:
-    """A snapshot gets its name before its files are on the disk."""
+    """Give a snapshot its name before its files are on the disk."""
     create._Build.note = lambda self, path, size: None  # type: ignore[method-assign]
 
 
 def break_loads() -> None:
-    """Loaded data gets its name before its files are on the disk."""
+    """Give loaded data its name before its files are on the disk."""
     restore.sync_paths = lambda disk, paths, folders, pool: None
 
 
 def break_counts() -> None:
-    """A batch is returned before it is counted on disk."""
+    """Return a batch before it is counted on disk."""
     SampledColumn._keep = lambda self, slots, values: None  # type: ignore[method-assign]
 
 
 def break_renewal() -> None:
-    """A new row takes over the count of its slot on disk."""
+    """Let a new row take over the count of its slot on disk."""
     SampledColumn._keep_run = lambda self, slot, values: None  # type: ignore[method-assign]
 
 
 def break_count_syncs() -> None:
-    """Counts are written and not synced."""
+    """Write counts without syncing them."""
     begin = SampledColumn.begin
 
     def folders(self: Any, checkpoint: Checkpoint) -> Dirty:
@@ -142,12 +142,12 @@ def break_count_syncs() -> None:
 
 
 def break_notes() -> None:
-    """Annotations of an episode are kept in memory, but not recorded."""
+    """Keep annotations of an episode in memory, without a record."""
     _unrecorded(LogEntry)
 
 
 def break_adoptions() -> None:
-    """Adoptions of episodes are kept in memory, but not recorded."""
+    """Keep adoptions of episodes in memory, without a record."""
     _unrecorded(Resume)
 
 
@@ -164,7 +164,7 @@ def _unrecorded(kind: type) -> None:
 
 
 def break_changes() -> None:
-    """Rows are changed in place, or replaced, without a record."""
+    """Change rows in place, or replace them, without a record."""
     append = Engine.append_record
 
     def others(self: Any, kind: Kind, *body: bytes) -> int:
@@ -174,7 +174,7 @@ def break_changes() -> None:
 
 
 def break_packed_syncs() -> None:
-    """A mark is written without a sync of packed columns."""
+    """Write a mark without a sync of packed columns."""
     begin = PackedAppender.begin_opening
 
     def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
@@ -184,7 +184,7 @@ def break_packed_syncs() -> None:
 
 
 def break_packed_names() -> None:
-    """A finished shard gets its name before its bytes are on the disk."""
+    """Give a finished shard its name before its bytes are on the disk."""
     note_mark = PackedColumn.note_mark
 
     def name_at_once(self: Any) -> Any:
@@ -203,17 +203,17 @@ def break_packed_names() -> None:
 
 
 def break_packed_areas() -> None:
-    """Raw rows that the last mark covers are overwritten."""
+    """Overwrite raw rows that the last mark covers."""
     PartialFile.note_mark = PartialFile.note_marked = lambda self: None  # type: ignore[method-assign]
 
 
 def break_packed_rows() -> None:
-    """Rows of an incomplete chunk are kept only in memory."""
+    """Keep rows of an incomplete chunk only in memory."""
     PartialFile.write = lambda self, first, rows: None  # type: ignore[method-assign]
 
 
 def break_packed_recovery() -> None:
-    """Recovered packed columns are not synced."""
+    """Do not sync recovered packed columns."""
     settle = PackedColumn.settle
 
     def settle_only(self: Any, last: int, synced: int) -> None:
@@ -224,7 +224,7 @@ def break_packed_recovery() -> None:
 
 
 def break_segment_syncs() -> None:
-    """A mark is written without a sync of segments."""
+    """Write a mark without a sync of segments."""
     begin = SegmentWriter.begin_opening
 
     def nothing(self: Any, low: int, deleted: IdSet) -> Dirty:
@@ -234,7 +234,7 @@ def break_segment_syncs() -> None:
 
 
 def break_segment_cuts() -> None:
-    """Rows that were never committed remain in the segments when a store is opened."""
+    """Leave rows that were never committed in the segments when a store is opened."""
 
     def keep(self: Any, last: int) -> None:
         self._open = None
@@ -244,17 +244,17 @@ def break_segment_cuts() -> None:
 
 
 def break_segments_first() -> None:
-    """The record is appended, and a sync covers it, before variable-length rows are written."""
+    """Append the record, and let a sync cover it, before variable-length rows are written."""
     Store._append = lambda self, rows: _record_first(self, rows, lambda skipped: 0)  # type: ignore[method-assign]
 
 
 def break_late() -> None:
-    """expstore.json names another field before its column is on the disk."""
+    """Name another field in expstore.json before its column is on the disk."""
     alter._Building.sync = lambda self: None  # type: ignore[method-assign]
 
 
 def break_reach() -> None:
-    """Rows are deduplicated with rows that are overwritten before them."""
+    """Deduplicate rows with rows that are overwritten before them."""
 
     geometry_for = Store.geometry_for
 
@@ -267,7 +267,7 @@ def break_reach() -> None:
 
 
 def break_lenders() -> None:
-    """A mark is written without a sync of the rows with which others are deduplicated."""
+    """Write a mark without a sync of the rows with which others are deduplicated."""
     begin = WritableColumns.begin
 
     def others(self: Any, checkpoint: Checkpoint) -> Dirty:
@@ -278,7 +278,7 @@ def break_lenders() -> None:
 
 
 def break_key_records() -> None:
-    """A publish record lacks the key under which its rows were written."""
+    """Leave the key out of the publish record of its rows."""
     parts = Publish.parts
 
     def keyless(self: Publish) -> tuple[bytes, bytes]:
@@ -289,7 +289,7 @@ def break_key_records() -> None:
 
 
 def break_key_order() -> None:
-    """A key is in the file, and used, before there is a record of its rows."""
+    """Write a key to the file, and use it, before there is a record of its rows."""
     admit = Store._admit
 
     def note(self: Any, rows: Rows) -> None:
@@ -304,18 +304,18 @@ def break_key_order() -> None:
 
 
 def break_key_cuts() -> None:
-    """Keys of rows that a power cut removed are kept."""
+    """Keep keys of rows that a power cut removed."""
     read = write_key_file.read_keys
     write_key_file.read_keys = lambda data, **how: read(data, **how | {"covered": 1 << 62})
 
 
 def break_key_syncs() -> None:
-    """A mark is written without a sync of the file of keys."""
+    """Write a mark without a sync of the file of keys."""
     write_key_file.KeyFile.unsynced = property(lambda self: set())  # type: ignore[assignment, method-assign]
 
 
 def break_archive_order() -> None:
-    """Rows are archived only after their slots may be reused."""
+    """Archive rows only after their slots may be reused."""
     write = Store.write
 
     def late(self: Any, rows: Rows) -> None:
@@ -328,7 +328,7 @@ def break_archive_order() -> None:
 
 
 def break_archive_syncs() -> None:
-    """Slots are reused before the archived rows are on the disk."""
+    """Reuse slots before the archived rows are on the disk."""
 
     def settle(self: Any) -> None:
         self.settled = self.through

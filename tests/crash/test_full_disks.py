@@ -206,7 +206,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("mode", ["process", "sync"])
-def test_a_close_that_failed_on_a_full_disk_keeps_nobody_out(tmp_path: Path, mode: str) -> None:
+def test_a_close_that_failed_on_a_full_disk_releases_the_lock(tmp_path: Path, mode: str) -> None:
     """The next opening uses the space reserved for records; without any its error says what it needs."""
     (tmp_path / "again.py").write_text(AGAIN)
     disk = str(tmp_path / "disk")
@@ -340,7 +340,7 @@ def test_the_disk_is_looked_at_once_per_sync(store_path: Path, make_batch: MakeB
     rb.close()
 
 
-def test_a_closed_store_takes_little_beside_its_rows(store_path: Path, make_batch: MakeBatch) -> None:
+def test_a_closed_store_takes_little_more_than_its_rows(store_path: Path, make_batch: MakeBatch) -> None:
     for first in (0, 10):
         with expstore.open(store_path, capacity=1000, seed=1) as rb:
             rb.extend(make_batch(10))
@@ -382,7 +382,7 @@ def test_a_closed_store_keeps_no_raw_rows_that_are_packed(store_path: Path) -> N
         assert torch.equal(rb[:]["frame"], rows)
 
 
-def test_without_a_limit_nobody_looks(store_path: Path, make_batch: MakeBatch) -> None:
+def test_without_a_limit_free_space_is_not_checked(store_path: Path, make_batch: MakeBatch) -> None:
     disk = Small()
     disk.left = 0
     rb = open_zarr(store_path, None, disk=disk, seed=1, min_free_bytes=0)

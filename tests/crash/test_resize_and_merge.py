@@ -86,7 +86,7 @@ def killed_at(act: Callable[[Disk], Any], at: int) -> None:
 
 
 def moments(trace: Sequence[str], stride: int) -> Iterator[int]:
-    """Yield numbers of operations: all that change names outside of the new store, and some of the others."""
+    """Yield numbers of operations: all that change files outside of the new store, and some others."""
     names = (
         "rename load",
         "rename columns",

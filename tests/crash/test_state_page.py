@@ -189,7 +189,7 @@ def test_a_flipped_bit_costs_nothing(
         shutil.rmtree(path)
 
 
-def test_a_repair_makes_it_anew(closed: Path) -> None:
+def test_a_repair_rebuilds_the_page(closed: Path) -> None:
     flip(closed / "STATE", 61, 4)
     (finding,) = verify(closed)
     assert (finding.kind, finding.path, finding.fatal) == ("state", "STATE", False)
@@ -199,7 +199,7 @@ def test_a_repair_makes_it_anew(closed: Path) -> None:
     assert verify(closed) == []
 
 
-def test_batches_go_on_after_the_page_is_damaged(tmp_path: Path) -> None:
+def test_batches_continue_after_the_page_is_damaged(tmp_path: Path) -> None:
     """Sampling continues with the same draws, in the middle of a pass."""
     drawn = []
     for damaged in (False, True):

@@ -109,7 +109,7 @@ def test_runs_end_as_they_should(stopped: tuple[Path, list[Run]]) -> None:
     assert codes == [-signal.SIGPROF, -signal.SIGPROF, 130, -signal.SIGPROF, 0, 0]
 
 
-def test_each_run_goes_on_from_what_is_stored(stopped: tuple[Path, list[Run]]) -> None:
+def test_each_run_continues_from_the_store(stopped: tuple[Path, list[Run]]) -> None:
     pattern = re.compile(
         r"resuming runs/cartpole.exp at step ([\d,]+), (?:weights as of step ([\d,]+)|no weights)"
     )

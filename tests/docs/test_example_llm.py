@@ -24,7 +24,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_it_goes_on_where_it_stopped(
+def test_it_continues_where_it_stopped(
     example: ModuleType, store_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for stored in (0, 3 * 128):

@@ -142,7 +142,7 @@ def test_no_steps_are_refused(
     assert not path.exists()
 
 
-def test_a_run_goes_on_from_what_is_stored(runs: Runs) -> None:
+def test_a_run_continues_from_the_store(runs: Runs) -> None:
     pattern = re.compile(r"resuming \w+\.exp at step ([\d,]+), weights as of step ([\d,]+)")
     found = [pattern.search(runs.text(n)) for n in (1, 3, 4)]
     steps = [[int(number.replace(",", "")) for number in match.groups()] for match in found if match]
@@ -155,7 +155,7 @@ def test_a_run_goes_on_from_what_is_stored(runs: Runs) -> None:
     assert "did not close" in runs.text(1)
 
 
-def test_the_draws_go_on(runs: Runs) -> None:
+def test_the_draws_continue(runs: Runs) -> None:
     """Both resumed runs draw the batches that follow the saved weights, the same ones, and learn the same."""
     one, two = runs.drawn(3), runs.drawn(4)
     assert one == two
@@ -172,7 +172,7 @@ def test_the_draws_go_on(runs: Runs) -> None:
     assert saved["_draws"]["draw"] == numbers[0], "with the batch that followed the weights"
 
 
-def test_what_is_stored_is_whole(runs: Runs) -> None:
+def test_stored_episodes_are_whole(runs: Runs) -> None:
     for name in ("one", "two"):
         with expstore.open(runs.folder / f"{name}.exp", mode="r") as rb:
             assert rb.write_count >= STEPS

@@ -162,7 +162,7 @@ LIVES: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("name", LIVES)
-def test_what_is_drawn_does_not_depend_on_how_rows_came(name: str, tmp_path: Path) -> None:
+def test_draws_do_not_depend_on_how_rows_were_read(name: str, tmp_path: Path) -> None:
     """A reader who has just come draws the same slices as one who has seen it all, and as the writer."""
     rng, model, make = np.random.default_rng(4), Model(150, Fields(starts="is_init")), LIVES[name]
     length = 3 if name == "trajectory" else 2

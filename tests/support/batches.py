@@ -120,7 +120,7 @@ def steps(
     Args:
         count: Number of steps.
         start: Number of the first step.
-        end: How the last step ends the episode: "terminated" or "truncated"; None: it does not.
+        end: How the last step ends the episode: "terminated" or "truncated"; None leaves it open.
         key: Name of the int64 field that holds the numbers.
         fields: Further fields. A function is called with the numbers and returns the values.
     """
@@ -229,7 +229,7 @@ def buffer_factory(kind: str, folder: Path) -> Iterator[Callable[..., TensorDict
 
     Args:
         kind: "memory", or "zarr" for stores on disk.
-        folder: Where stores on disk are created.
+        folder: Folder for stores on disk.
     """
     count = 0
 

@@ -29,7 +29,7 @@ _HINT = "If it is meant: python -m tests.support.golden --record, and say why in
 
 
 def recorded(kind: str, name: str) -> list[str]:
-    """Return the recorded lines of a name; an empty list if there are none."""
+    """Return the recorded lines of a name; an empty list if nothing is recorded."""
     path = GOLDEN / kind / f"{name}.txt"
     return path.read_text().splitlines() if path.exists() else []
 
@@ -72,7 +72,7 @@ def _all() -> dict[str, dict[str, Callable[[Path], list[str]]]]:
 def main() -> int:
     """Run the command; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--record", action="store_true", help="record anew")
+    parser.add_argument("--record", action="store_true", help="record again")
     record = parser.parse_args().record
     differences = []
     for kind, makers in _all().items():

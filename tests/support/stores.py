@@ -79,7 +79,7 @@ def build_store(path: Path, *batches: TensorDict, source: str | None = None, **o
     """Make a store, append batches, close the store and return its path.
 
     Args:
-        path: Where the store is created.
+        path: Path of the new store.
         batches: Appended one after another.
         source: Source name of every batch.
         options: Options of `expstore.open`.

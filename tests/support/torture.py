@@ -125,7 +125,7 @@ class Run:
         """Run the remaining units: several at once, and at the end those that need the whole machine.
 
         Raises:
-            KeyboardInterrupt: Running units were killed, and are not finished.
+            KeyboardInterrupt: Interrupted. Running units were killed and run again next time.
         """
         started = time.monotonic()
         try:
@@ -294,7 +294,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--suites", nargs="+", help="some of them only")
     parser.add_argument("--folder", type=Path, default=ROOT / ".torture", help="where it is noted")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many units at once")
-    parser.add_argument("--new", action="store_true", help="begin anew, whatever has been done")
+    parser.add_argument("--new", action="store_true", help="start a new run")
     parser.add_argument("--again", metavar="UNIT", help="run one unit of the last run once more")
     parser.add_argument("--list", action="store_true", help="list units and end")
     return parser.parse_args()
@@ -329,7 +329,7 @@ def main(given: argparse.Namespace | None = None, suites: Sequence[Suite] | None
     (run.folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
     print("\n" + text)
     if interrupted:
-        print("cut short; the same command goes on with the rest")
+        print("interrupted; the same command continues with the rest")
         return INTERRUPTED
     run.note({"ended": True})
     return bool(summary.failures)

@@ -81,7 +81,7 @@ def read_result(unit: Unit, code: int | None, out: Path, err: Path, report: Path
     read = _read_harness if unit.reads == "harness" else _read_pytest
     texts, cases, more = read(out, report)
     if code is None:
-        texts.append(f"{unit.name} has not come to an end")
+        texts.append(f"{unit.name} has not finished")
     elif code not in ((0,) if unit.reads == "harness" else (0, 1)) or (code == 1 and not texts):
         printed = (
             out.read_text(errors="replace")[-TEXT // 2 :] + err.read_text(errors="replace")[-TEXT // 2 :]

@@ -23,7 +23,7 @@ HARNESS = ("-m", "tests.crash.harness")
 
 #: Name of a suite -> description of its cases.
 KINDS = {
-    "kills": "kill -9 by a clock, or at some act on files, beside the background thread",
+    "kills": "kill -9 at random times or at some file operation, with the background thread",
     "gaps": "kill -9 before every act on files, and in the middle of every write",
     "reshaping": "kill -9 before every act of resize, merge, retention and repair",
     "cuts": "power cuts: disks that recorded lives may leave behind",
@@ -34,7 +34,7 @@ KINDS = {
     "sql": "calls of SQL's functions with any arguments",
     "clients": "kill -9 of a server among its 32 clients",
     "lives": "lives of whole stores thought up by Hypothesis, with kills and reopenings",
-    "crowds": "threads and processes that sample beside a writer, half a minute each",
+    "crowds": "threads and processes that sample next to a writer, half a minute each",
     "long": "long forms of other tests",
     "rest": "cases that `make test` leaves out of tests of which it runs some",
     "examples": "properties of which Hypothesis looks for other examples than those of `make test`",
@@ -121,10 +121,16 @@ GROUPS = {
     ),
     "unit/maintenance/test_resize.py::test_many_lists_of_rows": Group("lives", again=True),
     "property/test_whole_buffer.py::test_thousands_of_lives": Group("lives", again=True),
-    "unit/samplers/test_slices_stress.py::test_threads_beside_a_writer": Group("crowds", 4, alone=True),
-    "unit/samplers/test_slices_stress.py::test_a_follower_beside_a_writer": Group("crowds", 4, alone=True),
-    "unit/storages/test_follower_stress.py::test_followers_beside_a_writer": Group("crowds", alone=True),
-    "unit/buffers/test_stress.py::test_sampling_beside_a_writer": Group("crowds", 3, alone=True),
+    "unit/samplers/test_slices_stress.py::test_threads_sample_while_a_writer_writes": Group(
+        "crowds", 4, alone=True
+    ),
+    "unit/samplers/test_slices_stress.py::test_a_follower_reads_while_a_writer_writes": Group(
+        "crowds", 4, alone=True
+    ),
+    "unit/storages/test_follower_stress.py::test_followers_read_while_a_writer_writes": Group(
+        "crowds", alone=True
+    ),
+    "unit/buffers/test_stress.py::test_sampling_while_a_writer_writes": Group("crowds", 3, alone=True),
     "crash/test_protocol_model.py::test_no_cut_breaks_a_promise_and_the_cuts_do_cost_something": Group(
         "model"
     ),

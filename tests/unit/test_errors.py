@@ -41,7 +41,7 @@ def test_the_table_above_is_the_whole_tree() -> None:
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_class(name: str) -> None:
+def test_each_error_has_its_bases_and_kind(name: str) -> None:
     cls = getattr(errors, name)
     parent, builtin, kind = BASES[name]
     error = cls("asked for 3, found 2", hint="ask for 2")

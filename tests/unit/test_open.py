@@ -84,7 +84,7 @@ NO_SETTINGS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize("mode", ["a", "w"])
-def test_settings_that_are_none(store_path: Path, mode: Any) -> None:
+def test_invalid_settings_are_refused(store_path: Path, mode: Any) -> None:
     with expstore.open(store_path) as rb:
         rb.extend(numbered_rows(4, key="a"))
     before = read_files(store_path, "LOCK")
@@ -110,7 +110,7 @@ def test_a_retain_condition_is_checked_against_the_fields_that_are_there(store_p
 
 
 @pytest.mark.parametrize("given", [b"run.exp", 3, None])
-def test_a_path_that_is_no_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
+def test_a_path_that_is_not_text_is_refused(store_path: Path, given: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(store_path.parent)
     with pytest.raises(StateError, match="pass a str or a pathlib.Path") as caught:
         expstore.open(given)
@@ -128,7 +128,7 @@ def test_numbers_of_numpy_are_numbers(store_path: Path) -> None:
 # As stored.
 
 
-def test_what_contradicts_the_store_names_both(store_path: Path) -> None:
+def test_settings_that_contradict_the_store_are_refused_with_both_values(store_path: Path) -> None:
     made: dict[str, Any] = {
         "capacity": 10,
         "seed": 3,
@@ -222,7 +222,7 @@ def test_an_empty_folder_will_do(store_path: Path) -> None:
         assert len(rb) == 2
 
 
-def test_what_a_killed_first_opening_left_is_no_obstacle(store_path: Path) -> None:
+def test_files_of_a_killed_first_opening_are_ignored(store_path: Path) -> None:
     (store_path / "journal").mkdir(parents=True)
     for name in ("LOCK", "STATE", "PROBE.tmp", "expstore.json.tmp", "episodes.log"):
         (store_path / name).touch()
@@ -505,7 +505,7 @@ def test_a_store_that_another_program_makes_meanwhile_stays(
     expstore.open(store_path, mode="r").close()
 
 
-def test_a_device_that_is_not_there(store_path: Path) -> None:
+def test_a_missing_device_is_refused(store_path: Path) -> None:
     with pytest.raises(StateError, match="cannot be returned on device 'no-such-device'") as caught:
         expstore.open(store_path, batches=expstore.Batches(device="no-such-device"))
     assert caught.value.kind == "device"

@@ -54,7 +54,7 @@ class BaseDatasetExperienceReplay(TensorDictReplayBuffer):
     writing, which only one process can do. Crashes: the next use continues an interrupted download or import.
 
     Args:
-        origin: Where the data set comes from.
+        origin: The source of the data set.
         batch_size: Batch size of `sample`.
         root: Folder of the collection. None: `~/.cache/expstore/NAME`; `EXPSTORE_DATA` replaces
             `~/.cache/expstore`.

@@ -430,7 +430,7 @@ def test_a_million_rows_take_less_than_a_second(store_path: Path) -> None:
 # -- what is refused -----------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_added(rb: TensorDictReplayBuffer) -> None:
+def test_invalid_columns_are_not_added(rb: TensorDictReplayBuffer) -> None:
     before, schema = whole(rb), rb.schema
     late: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (SchemaError, "there is a field 'action' already", {"name": "action", "fill": 1}),
@@ -495,7 +495,7 @@ def test_a_function_that_fails_leaves_nothing(store_path: Path) -> None:
             rb.columns.add("other", function=nested, dtype="int64", shape=())
 
 
-def test_what_has_to_stay(store_path: Path) -> None:
+def test_required_fields_cannot_be_dropped(store_path: Path) -> None:
     sampler = RandomSampler(where="observation[1] >= 0")
     with expstore.open(store_path, capacity=100, batch_size=4, sampler=sampler) as rb:
         rb.extend(rows(50))

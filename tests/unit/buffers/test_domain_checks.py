@@ -118,7 +118,7 @@ def test_versions_and_loads_take_them_along(tmp_path: Path) -> None:
     assert ram.specs == specs()
 
 
-def test_what_comes_without_specs_takes_those_that_fit(tmp_path: Path) -> None:
+def test_versions_without_specs_keep_fitting_specs(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=100) as rb:
         rb.extend(rows(5))
         rb.dumps(tmp_path / "versions")
@@ -387,7 +387,7 @@ def test_without_specs_there_is_nothing_to_validate_by() -> None:
         rb.add(rows(3)[0], validate="values")  # type: ignore[arg-type]
 
 
-def test_what_transforms_make_is_what_is_validated() -> None:
+def test_results_of_transforms_are_validated() -> None:
     class Halve(torch.nn.Module):
         def forward(self, td: TensorDict) -> TensorDict:
             return td

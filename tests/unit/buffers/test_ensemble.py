@@ -170,7 +170,7 @@ def test_sampleable_weighs_slices_by_where_they_can_begin() -> None:
     assert [one.can_sample(2) for one in members] == [False, True, True]
 
 
-def test_sampleable_needs_somebody() -> None:
+def test_sampleable_needs_a_sampleable_member() -> None:
     rb = ensemble(n=0, p="sampleable")
     with pytest.raises(NotReadyError, match="None of the replay-buffer ensemble members can be sampled"):
         rb.sample(3)
@@ -196,7 +196,7 @@ def test_a_sampler_that_gives_less_is_asked_again() -> None:
     assert sorted(batch["x"][0, :5].tolist()) == [0, 1, 2, 3, 4]
 
 
-def test_what_samplers_tell_is_in_the_batch() -> None:
+def test_info_of_samplers_is_in_the_batch() -> None:
     rb = ReplayBufferEnsemble(
         *[member(number, sampler=PrioritizedSampler(50, alpha=0.5, beta=0.5)) for number in range(2)]
     )
@@ -225,7 +225,7 @@ def test_members_with_other_fields_are_stacked_lazily() -> None:
 # -- resuming -----------------------------------------------------------------------------------------
 
 
-def test_draws_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened(folder: str) -> ReplayBufferEnsemble:
         members = [
             expstore.open(tmp_path / folder / f"{number}.exp", capacity=50, seed=number)
@@ -260,7 +260,7 @@ def test_a_generator_decides_members_and_rows() -> None:
     assert draw(0) != draw(1)
 
 
-def test_the_state_goes_on_elsewhere() -> None:
+def test_the_state_continues_in_another_buffer() -> None:
     rb, other = ensemble(batch_size=6), ensemble(batch_size=6)
     rb.sample()
     other.load_state_dict(rb.state_dict())
@@ -388,7 +388,7 @@ def test_one_member_and_rows_of_it() -> None:
         (torch.tensor([0.0, 1.0]), TypeError),
     ],
 )
-def test_what_is_no_member(index: Any, error: type[Exception]) -> None:
+def test_invalid_members_are_refused(index: Any, error: type[Exception]) -> None:
     rb = ensemble()
     for part in (rb, rb.storage, rb.sampler, rb.writer):
         with pytest.raises(error):
@@ -411,7 +411,7 @@ def test_an_ensemble_of_parts() -> None:
     assert rb[0].storage is members[0].storage
 
 
-def test_what_is_no_ensemble() -> None:
+def test_invalid_ensembles_are_refused() -> None:
     storages = StorageEnsemble(MemoryStorage(3))
     with pytest.raises(RuntimeError, match="not both"):
         ReplayBufferEnsemble(member(0), storages=storages)
@@ -435,7 +435,7 @@ def test_what_is_no_ensemble() -> None:
 
 
 @pytest.mark.parametrize("p", [[1, 1], [1, -1, 1], [0, 0, 0], [1, np.nan, 1], "often"])
-def test_what_is_no_distribution(p: Any) -> None:
+def test_invalid_probabilities_are_refused(p: Any) -> None:
     rb = ensemble()
     with pytest.raises(ValueError, match="one per member|only dynamic"):
         rb.sampler.p = p
@@ -502,7 +502,7 @@ def test_rows_go_where_they_lie_along_the_dim() -> None:
         rb.extend(TensorDict({"x": torch.zeros(2, 3)}, [2, 3]))
 
 
-def test_what_cannot_be_routed_changes_nothing() -> None:
+def test_unroutable_batches_change_nothing() -> None:
     def batch(ids: Any) -> TensorDict:
         return TensorDict({"x": torch.arange(2), "env": torch.as_tensor(ids)}, [2])
 
@@ -618,7 +618,7 @@ def test_patches_of_old_versions_are_rejected() -> None:
     assert result.updated.tolist() == [True, False, False, True]
 
 
-def test_what_is_no_patch() -> None:
+def test_invalid_patches_are_refused() -> None:
     rb = tracked()
     told = rb.extend(TensorDict({"value": torch.zeros(2), "env": torch.arange(2)}, [2]))
     patch = {"value": torch.ones(2)}
@@ -687,7 +687,7 @@ def test_streams_that_are_ended_are_cut_there(disk: bool, tmp_path: Path) -> Non
             assert len(again.episodes().fetchall()) == 2
 
 
-def test_every_lane_is_ended_and_named_streams_go_on() -> None:
+def test_every_lane_is_ended_and_named_streams_continue() -> None:
     storage = MemoryStorage(50, seed=1)
     flatten_dims(storage)
     one = TensorDictReplayBuffer(storage=storage, sampler=SliceSampler(slice_len=2))

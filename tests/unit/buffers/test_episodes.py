@@ -81,7 +81,7 @@ def test_episodes_are_the_relation_or_some_of_it(rb: Any) -> None:
         ({"order_by": "nowhere"}, "episodes has .*episode_id, source"),
     ],
 )
-def test_what_is_no_expression_is_refused_in_words(rb: Any, asked: dict[str, str], said: str) -> None:
+def test_invalid_expressions_are_refused_with_a_message(rb: Any, asked: dict[str, str], said: str) -> None:
     with pytest.raises(QueryError, match=said):
         rb.episodes(**asked)
     with pytest.raises(ValueError, match="limit must be at least 0, got -1"):
@@ -115,7 +115,7 @@ def test_a_trajectory_is_cut_where_its_rows_have_left(rb: Any) -> None:
         rb.trajectory(2)
 
 
-def test_who_asks_for_no_episode_is_told_which_there_are(rb: Any) -> None:
+def test_a_missing_episode_is_refused_with_a_list_of_episodes(rb: Any) -> None:
     for wrong in (0, 4, -1):
         with pytest.raises(NotFoundError, match=f"no episode {wrong}: their ids are 1 to 3"):
             rb.trajectory(wrong)
@@ -154,7 +154,7 @@ def test_every_trajectory_of_random_interleavings_is_what_was_written(
                         assert list(zip(found["id"].tolist(), found["number"].tolist(), strict=True)) == left
 
 
-def test_a_trajectory_read_beside_a_writer_is_whole(store_path: Path) -> None:
+def test_a_trajectory_read_during_writes_is_whole(store_path: Path) -> None:
     """Each read is some steps in a row, up to the newest, with the bytes of these very rows."""
     with expstore.open(store_path, capacity=64) as rb:
         rb.extend(steps(8, 1), source="a")
@@ -290,7 +290,7 @@ def test_info_that_comes_with_rows_is_merged_into_every_episode_they_touch(rb: A
         {"x": "\ud800"},
     ],
 )
-def test_what_json_cannot_say_changes_nothing(rb: Any, wrong: dict[str, Any]) -> None:
+def test_annotations_without_json_form_change_nothing(rb: Any, wrong: dict[str, Any]) -> None:
     rb.episodes.annotate(2, x=0)
     before = rb.storage.state.content, rb.storage.last
     with pytest.raises(SchemaError, match="info"):

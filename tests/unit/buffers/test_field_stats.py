@@ -204,7 +204,7 @@ def test_objects_have_no_statistics() -> None:
     assert rb.columns.stats() == {}
 
 
-def test_another_storage_is_read_anew() -> None:
+def test_another_storage_is_read_again() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(10), batch_size=4)
     rb.extend(rows(10))
     other = MemoryStorage(10)

@@ -155,7 +155,7 @@ def test_another_field_may_end_episodes() -> None:
     assert (rb.sample()["desired_goal"] == 11).all()
 
 
-def test_terminated_beside_another_field_ends_episodes_too() -> None:
+def test_terminated_next_to_another_field_ends_episodes() -> None:
     data = steps(0, 6, ends=False)
     data["flags"] = {"over": torch.arange(6) == 3, "terminated": torch.arange(6) == 1}
     rb = buffer(strategy="final", end_key=("flags", "over"))
@@ -308,7 +308,7 @@ def test_transforms_that_look_at_other_steps_see_what_is_stored() -> None:
     assert (sample["next", "reward"] == 7).all()
 
 
-def test_what_is_stored_stays() -> None:
+def test_stored_rows_stay_unchanged() -> None:
     rb = buffer()
     rb.extend(steps(1, 20))
     for _ in range(3):
@@ -349,7 +349,7 @@ def goals(rb: HERReplayBuffer, count: int) -> list[list[float]]:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_goals_go_on_after_a_restart(tmp_path: Path, strategy: Any, prefetch: int) -> None:
+def test_goals_continue_after_a_restart(tmp_path: Path, strategy: Any, prefetch: int) -> None:
     def opened() -> HERReplayBuffer:
         return buffer(ZarrStorage(tmp_path / "run.exp", 50), strategy=strategy, prefetch=prefetch)
 
@@ -369,7 +369,7 @@ def test_goals_go_on_after_a_restart(tmp_path: Path, strategy: Any, prefetch: in
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_goals_go_on_after_a_kill(tmp_path: Path, strategy: Any) -> None:
+def test_goals_continue_after_a_kill(tmp_path: Path, strategy: Any) -> None:
     def begin(storage: Any) -> HERReplayBuffer:
         rb = buffer(storage, strategy=strategy)
         for episode in range(7):  # the ring has wrapped
@@ -396,7 +396,7 @@ def test_goals_go_on_after_a_kill(tmp_path: Path, strategy: Any) -> None:
     rb.close()
 
 
-def test_copies_go_on_with_the_next_goals() -> None:
+def test_copies_continue_with_the_next_goals() -> None:
     rb = buffer(strategy="episode")
     rb.extend(steps(0, 30))
     rb.sample()
@@ -509,7 +509,7 @@ def test_goals_and_rewards_of_another_shape_are_refused() -> None:
 
 @pytest.mark.parametrize("key", ["goal_key", "achieved_goal_key", "reward_key", "end_key"])
 @pytest.mark.parametrize("value", [None, 3, ("next", 3), ()])
-def test_what_is_no_key_is_refused(key: str, value: Any) -> None:
+def test_invalid_keys_are_refused(key: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{key} is the key of a field"):
         buffer(**{key: value})
 

@@ -372,7 +372,7 @@ def test_a_follower_says_nothing_of_keys(tmp_path: Path) -> None:
                 follower.extend(numbered_rows(4), idempotency_key="a")
 
 
-def test_a_damaged_file_is_named_and_made_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_named_and_rebuilt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with disk(tmp_path, 20) as rb:
         rb.extend(numbered_rows(4), idempotency_key="a")
         rb.extend(numbered_rows(4), idempotency_key="b")
@@ -418,7 +418,7 @@ class FailingOnce(Disk):
 @pytest.mark.parametrize(
     "act", [pytest.param(act, marks=() if act % 3 == 1 else pytest.mark.torture) for act in range(1, 30)]
 )
-def test_what_fails_half_way_is_tried_again_under_its_key(tmp_path: Path, act: int) -> None:
+def test_a_failed_write_is_repeated_under_its_key(tmp_path: Path, act: int) -> None:
     failing = FailingOnce()
     rb = TensorDictReplayBuffer(storage=ZarrStorage(tmp_path / "run.exp", 50, disk=failing), batch_size=4)
     rb.extend(numbered_rows(3))

@@ -94,7 +94,7 @@ def test_the_style_decides_about_data_and_priorities() -> None:
     assert writes.written == [[1, 2, 3], [4, 5]]
 
 
-def test_rows_that_are_no_transitions_are_dropped() -> None:
+def test_rows_that_are_not_transitions_are_dropped() -> None:
     writes = Writes()
     mask = torch.tensor([True, False, True])
     batch = rows(3).set(("collector", "mask"), mask)

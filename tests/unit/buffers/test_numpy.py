@@ -193,7 +193,7 @@ def test_the_first_batch_fixes_the_fields(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_sample_gave_is_taken_back(rb: TensorDictReplayBuffer) -> None:
+def test_a_sampled_batch_can_be_extended_again(rb: TensorDictReplayBuffer) -> None:
     batch = rb.sample(as_numpy=True)
     rb.extend(batch)
     np.testing.assert_array_equal(rb[40:48]["action"].numpy(), batch["action"])
@@ -262,7 +262,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_stored_changes_nothing(tmp_path: Path, case: str) -> None:
+def test_unstorable_batches_change_nothing(tmp_path: Path, case: str) -> None:
     data, message = WRONG[case]
     with open_store(tmp_path / "a.exp") as rb:
         with pytest.raises(SchemaError, match=message):
@@ -478,7 +478,7 @@ def test_arrays_own_their_memory(rb: TensorDictReplayBuffer) -> None:
     assert -1 not in rb["action"].tolist()
 
 
-def test_what_is_no_field_can_be_left_out(rb: TensorDictReplayBuffer) -> None:
+def test_info_can_be_left_out(rb: TensorDictReplayBuffer) -> None:
     assert list(rb.sample(as_numpy=True, include_info=False)) == ["observation", "action", "next"]
 
 

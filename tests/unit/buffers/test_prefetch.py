@@ -166,7 +166,7 @@ def test_a_change_is_in_the_next_batch() -> None:
     rb.close()
 
 
-def test_an_emptied_buffer_hands_out_nothing() -> None:
+def test_an_emptied_buffer_returns_nothing() -> None:
     rb = in_memory(4)
     rb.extend(numbered_rows(100))
     rb.sample()
@@ -208,7 +208,7 @@ def test_no_row_that_has_become_too_stale() -> None:
     rb.close()
 
 
-def test_a_growing_store_begins_its_pass_anew() -> None:
+def test_a_growing_store_restarts_its_pass() -> None:
     found = []
     for ahead in (0, 3):
         rb = in_memory(ahead, "without")
@@ -248,7 +248,7 @@ def test_a_version_that_is_loaded_shows_at_once(tmp_path: Path, sampler: str) ->
 @pytest.mark.some(2)
 @pytest.mark.parametrize("generator", [False, True])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_killed_store_goes_on_with_what_was_not_handed_out(
+def test_a_killed_store_continues_with_undelivered_batches(
     store_path: Path, sampler: str, generator: bool
 ) -> None:
     def open_with(prefetch: int) -> TensorDictReplayBuffer:
@@ -332,7 +332,7 @@ class Hindered(RandomSampler):
         return super().sample(storage, batch_size, generator)
 
 
-def test_what_failed_ahead_is_made_when_it_is_asked_for() -> None:
+def test_a_batch_that_failed_in_prefetching_is_drawn_on_request() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(1000, seed=1), sampler=Hindered(), batch_size=SIZE, prefetch=2
     )
@@ -396,7 +396,7 @@ def test_a_fork_draws_for_itself(store_path: Path) -> None:
         assert rb.sample().shape == (SIZE,)
 
 
-def test_what_no_buffer_can_do_is_refused(store_path: Path) -> None:
+def test_impossible_settings_are_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="prefetch must be at least 0"):
         expstore.open(store_path, batches=expstore.Batches(prefetch=-1))
     if not torch.accelerator.is_available():
@@ -435,7 +435,7 @@ def test_pinned_batches_go_to_an_accelerator(prefetch: int) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
-def test_a_copy_goes_on_by_the_generator_as_if_nothing_was_made_ahead(copied: Any) -> None:
+def test_a_copy_ignores_prefetched_batches_and_continues_from_the_generator(copied: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), batch_size=4, prefetch=2, generator=generator)
     rb.extend(numbered_rows(50))

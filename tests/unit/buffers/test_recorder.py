@@ -267,7 +267,7 @@ def test_a_former_open_episode_of_the_source_is_cut(tmp_path: Path) -> None:
         assert episodes(rb)[2] == ("env-0", 2, 7.0, "cut")
 
 
-def test_an_adopted_episode_goes_on(tmp_path: Path) -> None:
+def test_an_adopted_episode_continues(tmp_path: Path) -> None:
     """A restarted robot stands where it stood: its first step must continue the adopted episode."""
     path = tmp_path / "a.exp"
     with expstore.open(path) as rb:
@@ -482,7 +482,7 @@ class Double:
         return batch.set("action", 2 * batch["action"])
 
 
-def test_what_is_set_while_steps_are_recorded_holds_for_the_next_step(tmp_path: Path) -> None:
+def test_settings_changed_while_recording_apply_to_the_next_step(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", seed=0) as rb, rb.record("env-0") as episode:
         given = steps(9, length=100)
         for values in given[:3]:

@@ -232,7 +232,7 @@ def test_rows_are_found_by_index(turned: TensorDictReplayBuffer) -> None:
         same(turned[index], rows(torch.tensor(by_index(index).tolist(), dtype=torch.int64)))
 
 
-def test_an_index_that_is_not_there(turned: TensorDictReplayBuffer) -> None:
+def test_a_missing_index_is_refused(turned: TensorDictReplayBuffer) -> None:
     for index in (10, -11, [0, 10], torch.tensor([-11]), 2**40):
         with pytest.raises(NotFoundError, match=r"no row with index -?\d+: the store holds 10 rows"):
             turned[index]
@@ -241,7 +241,7 @@ def test_an_index_that_is_not_there(turned: TensorDictReplayBuffer) -> None:
     assert turned["action"].tolist() == [i % 5 for i in BY_INDEX]
 
 
-def test_indices_that_are_none(turned: TensorDictReplayBuffer) -> None:
+def test_invalid_indices_are_refused(turned: TensorDictReplayBuffer) -> None:
     with pytest.raises(TypeError, match="an index of rows must be integers, got float64"):
         turned[[0.5]]
     with pytest.raises(NotFoundError, match=r"the mask has shape \(3,\), the store 10 rows"):
@@ -515,7 +515,7 @@ class Rigged(Sampler):
         self.written.append(written.tolist())
 
 
-def test_a_sampler_is_told_of_writes(make: Make) -> None:
+def test_a_sampler_is_notified_of_writes(make: Make) -> None:
     sampler = Rigged()
     rb = make(20, batch_size=1, sampler=sampler)
     rb.extend(rows([1, 2, 3]))
@@ -531,7 +531,7 @@ def test_a_sampler_is_told_of_writes(make: Make) -> None:
 # Bad input: said clearly, nothing changed.
 
 
-def test_what_does_not_fit_changes_nothing(make: Make) -> None:
+def test_refused_calls_change_nothing(make: Make) -> None:
     rb = make(20, batch_size=4)
     rb.extend(rows(range(1, 8)))
     before, table = rb[:], rb.storage.episodes.to_base()
@@ -696,7 +696,7 @@ def test_stats_and_repr(make: Make) -> None:
 # As with TorchRL's constructors.
 
 
-def test_put_together_by_hand(tmp_path: Path) -> None:
+def test_a_buffer_built_from_parts(tmp_path: Path) -> None:
     rb = ReplayBuffer(batch_size=4)
     assert isinstance(rb.storage, MemoryStorage)
     assert rb.storage.capacity == 1000
@@ -847,9 +847,7 @@ def test_two_writers_wait_for_one_another(make: Make) -> None:
     assert len(set(steps)) == 900
 
 
-def test_the_next_extend_after_an_interruption_goes_on_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extend_works_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from expstore.episodes.table import EpisodeTable
 
     with expstore.open(tmp_path / "run.exp", capacity=100, batch_size=8) as rb:

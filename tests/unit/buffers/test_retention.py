@@ -415,7 +415,7 @@ def test_it_is_applied_in_the_background(store_path: Path, monkeypatch: pytest.M
     assert not thread.is_alive()
 
 
-def test_trouble_in_the_background_is_told_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_background_errors_are_reported_once(store_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rb = expstore.open(store_path, retain={"where": "missing > 2"})
     rb.extend(episode(1))
     with caplog.at_level(logging.WARNING, "expstore"):
@@ -453,13 +453,13 @@ def test_a_policy_is_kept_and_replaced(store_path: Path) -> None:
         ("10GB", "a dict with bytes, age or where"),
     ],
 )
-def test_what_is_no_policy(store_path: Path, given: Any, said: str) -> None:
+def test_invalid_policies_are_refused(store_path: Path, given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         expstore.open(store_path, retain=given)
     assert not store_path.exists()
 
 
-def test_where_no_policy_can_be(store_path: Path) -> None:
+def test_rings_refuse_a_policy(store_path: Path) -> None:
     with pytest.raises(ValueError, match="capacity and retain exclude each other"):
         expstore.open(store_path, capacity=10, retain={"age": 1})
     with expstore.open(store_path, capacity=10) as rb:
@@ -475,9 +475,7 @@ def test_where_no_policy_can_be(store_path: Path) -> None:
         rb.retention.set({"age": 1})
 
 
-def test_where_no_holes_can_be_made_rows_leave_all_the_same(
-    store_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_deleted_without_hole_punching(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(File, "punch", lambda self, start, stop: None)
     rb = filled(store_path, 8, layout="flat")
     rb.retention.set({"where": "number % 2 = 0"})

@@ -136,7 +136,7 @@ def test_windows_are_not_taken_in_again() -> None:
     assert rb.extend(rb.sample()).tolist() == [8, 9, 10, 11]
 
 
-def test_plain_buffers_tell_in_the_info() -> None:
+def test_plain_buffers_report_it_in_the_info() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(20), sample_unit=Sequence(2), batch_size=2)
     rb.extend(trajectory_rows(1, 8))
     batch, info = rb.sample(return_info=True)

@@ -94,7 +94,7 @@ def test_the_seed_does_not_matter_then() -> None:
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_seeding_anew_begins_anew(sampler: str) -> None:
+def test_seeding_again_starts_over(sampler: str) -> None:
     generator = given()
     rb = TensorDictReplayBuffer(storage=MemoryStorage(1000), sampler=SAMPLERS[sampler](), generator=generator)
     fill(rb)
@@ -138,7 +138,7 @@ def test_set_rng_takes_a_generator_and_gives_it_up() -> None:
 @pytest.mark.some(3)
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("end", ["close", "flush", "later"])
-def test_a_restart_goes_on(store_path: Path, sampler: str, end: str) -> None:
+def test_draws_continue_after_a_restart(store_path: Path, sampler: str, end: str) -> None:
     """Closed, killed just after a flush, and killed some batches and rows later."""
 
     def work(path: Path) -> TensorDictReplayBuffer:
@@ -233,7 +233,7 @@ def test_state_dict_goes_back(store_path: Path, sampler: str, seed: int | None) 
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_what_was_loaded_survives_a_kill(store_path: Path, sampler: str) -> None:
+def test_a_loaded_state_survives_a_kill(store_path: Path, sampler: str) -> None:
     """Records before have larger numbers of draws: they must not come back."""
     wanted = store_path.with_suffix(".wanted")
 

@@ -54,7 +54,7 @@ def test_the_state_goes_to_another_scheduler() -> None:
         assert one.beta == other.beta
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     sampler = PrioritizedSampler()
     with pytest.raises(TypeError, match="ReplayBuffer or a Sampler"):
         schedulers.LinearScheduler(3, "beta", 1.0, 10)  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ def test_a_storage_that_does_not_fit_is_not_held() -> None:
         handle.replace(first)
 
 
-def test_other_content_is_attached_anew() -> None:
+def test_other_content_is_attached_again() -> None:
     storage = MemoryStorage(10)
     handle, part = StoreHandle(storage), Part()
     handle.add_part(part)

@@ -177,7 +177,7 @@ class Crowd:
     ids=["short", "long"],
 )
 @pytest.mark.parametrize(("name", "layout"), [*((name, "flat") for name in MAKE), ("random", "auto")])
-def test_sampling_beside_a_writer(
+def test_sampling_while_a_writer_writes(
     name: str, layout: Any, seconds: float, least: float, store_path: Path
 ) -> None:
     settings = {"capacity": CAPACITY, "batch_size": BATCH, "layout": layout}
@@ -195,7 +195,7 @@ def test_sampling_beside_a_writer(
         assert crowd.pace() >= least, f"{crowd.drawn.tolist()} batches in {crowd.seconds} s"
 
 
-def test_what_is_wrong_is_seen() -> None:
+def test_the_check_detects_wrong_rows() -> None:
     ids = torch.arange(500, 600)
     good = rows(500, 100)
     good["id"], good["index"] = ids, (ids - 1) % CAPACITY

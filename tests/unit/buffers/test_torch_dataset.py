@@ -58,7 +58,7 @@ class Writer:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("capacity", [None, 400])
-def test_each_row_comes_once_per_epoch_beside_a_writer(tmp_path: Path, capacity: int | None) -> None:
+def test_each_row_comes_once_per_epoch_during_writes(tmp_path: Path, capacity: int | None) -> None:
     with expstore.open(tmp_path / "run.exp", capacity=capacity) as rb:
         rb.extend(rows(400))
         dataset = rb.to_torch_dataset()
@@ -180,7 +180,7 @@ def test_rows_of_small_batches_are_seen_by_workers(tmp_path: Path) -> None:
         assert found == list(range(40))
 
 
-def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
+def test_meaningless_arguments_are_refused(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(30))
         for options in ({"stride": 2}, {"shuffle": False}, {"strict_length": False}):

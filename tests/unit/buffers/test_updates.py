@@ -92,7 +92,7 @@ def test_fields_are_set_in_all_rows(make: Make) -> None:
     assert len(rb) == 4
 
 
-def test_what_is_set_survives(tmp_path: Path) -> None:
+def test_set_values_survive_a_restart(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "a.exp", capacity=10) as rb:
         rb.extend(rows(0, 1, 2))
         rb.set_at_("n", 9, 1)
@@ -121,7 +121,7 @@ def test_what_is_set_survives(tmp_path: Path) -> None:
         ("n", torch.zeros(3, dtype=torch.int64), ValueError, r"shape mismatch for 'n': got \[3\]"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(
+def test_refused_calls_change_nothing(
     make: Make, key: Any, value: Any, error: type[Exception], text: str
 ) -> None:
     rb = make()
@@ -145,7 +145,7 @@ def test_an_empty_store_has_no_fields_to_set() -> None:
         rb.update_if_present(id=[1], patch={"n": torch.zeros(1)})
 
 
-def test_rows_that_were_changed_begin_anew_by_priority(make: Make) -> None:
+def test_mark_update_gives_rows_the_highest_priority(make: Make) -> None:
     rb = make(sampler=PrioritizedSampler(4, 1.0, 1.0), batch_size=100)
     rb.extend(rows(0, 1, 2, 3))
     rb.update_priority([0, 1, 2, 3], [0.0, 0.0, 6.0, 0.0])
@@ -233,7 +233,7 @@ def test_an_older_version_is_rejected(make: Make) -> None:
     assert rb[key].reshape(-1).tolist() == [6, 6, 6, 6]
 
 
-def test_of_a_row_that_is_named_twice_the_highest_version_counts(make: Make) -> None:
+def test_a_row_given_twice_gets_the_highest_version(make: Make) -> None:
     rb = make()
     rb.extend(rows(0, 1))
     found = rb.update_if_present(

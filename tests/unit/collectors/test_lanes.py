@@ -224,7 +224,7 @@ def test_a_block_has_torchrls_keys_shapes_and_dtypes() -> None:
     torch.testing.assert_close(batch["next", "done"], ended)
 
 
-def test_a_reset_call_is_no_transition() -> None:
+def test_a_reset_is_not_a_transition() -> None:
     rb = collected(make_envs(lengths=(1, 4)), constant_policy, steps=40)
     first, second = rb.lanes()
     assert first["next", "done"].all()
@@ -384,7 +384,7 @@ def test_ctrl_c_in_the_policy_loses_no_step(mode: AutoresetMode, at: int) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_collecting_goes_on_after_an_interruption_as_if_there_was_none(mode: AutoresetMode) -> None:
+def test_collecting_continues_after_an_interruption(mode: AutoresetMode) -> None:
     rb = FakeBuffer()
     collector = LaneCollector(
         make_envs(mode=mode), Interrupting(8, KeyboardInterrupt()), rb, steps_per_lane=5
@@ -456,7 +456,7 @@ def test_rows_that_were_refused_stay_pending() -> None:
     assert_same_episodes(collected(make_envs(), by_observation), rb)
 
 
-def test_what_went_wrong_first_is_what_is_raised() -> None:
+def test_the_first_error_is_raised() -> None:
     rb = FakeBuffer()
 
     def refuse() -> None:

@@ -24,7 +24,7 @@ def address(array: Any) -> int:
     return int(array.ctypes.data)
 
 
-def test_what_nobody_has_is_used_again() -> None:
+def test_unreferenced_buffers_are_reused() -> None:
     recycled = Recycled()
     first = recycled.empty(SHAPE, FLOAT)
     assert (first.shape, first.dtype) == (SHAPE, FLOAT)
@@ -53,7 +53,7 @@ def test_what_nobody_has_is_used_again() -> None:
         lambda array: np.from_dlpack(torch.from_numpy(array))[0],
     ],
 )
-def test_what_anything_refers_to_is_left_alone(refer: Callable[[Any], Any]) -> None:
+def test_referenced_buffers_are_not_reused(refer: Callable[[Any], Any]) -> None:
     recycled = Recycled()
     array = recycled.empty(SHAPE, FLOAT)
     place, held = address(array), refer(array)

@@ -7,7 +7,7 @@ import numpy as np
 from expstore.core.change_log import ChangeLog
 
 
-def test_a_change_that_goes_on_is_not_among_them() -> None:
+def test_a_running_change_makes_all_changes_unknown() -> None:
     changed = ChangeLog()
     changed.begin()
     assert changed.number == 1
@@ -40,7 +40,7 @@ def test_one_that_may_be_anywhere_makes_all_unknown() -> None:
     assert changed.since(4) is None
 
 
-def test_what_was_long_ago_is_forgotten() -> None:
+def test_old_changes_are_forgotten() -> None:
     changed = ChangeLog()
     for slot in range(300):
         changed.note(np.array([slot]))

@@ -55,7 +55,7 @@ def test_another_digest_is_refused() -> None:
     [("", None, ValueError), (b"", None, ValueError), (3, None, TypeError), ("a", b"x", ValueError),
      ("a", "x" * 16, TypeError), ("a", b"", ValueError)],
 )  # fmt: skip
-def test_what_is_no_key_is_refused(name: object, digest: object, error: type[Exception]) -> None:
+def test_invalid_keys_are_refused(name: object, digest: object, error: type[Exception]) -> None:
     with pytest.raises(error):
         WriteKey.of(name, digest)  # type: ignore[arg-type]
 

@@ -81,7 +81,7 @@ class TestChecked:
         with archive, storage:
             pass
 
-    def test_a_condition_of_such_a_lock_waits_and_is_told(self) -> None:
+    def test_a_condition_of_such_a_lock_waits_and_is_notified(self) -> None:
         order = LockOrder()
         moved = threading.Condition(order.rank_lock("pin", threading.Lock()))
         told = threading.Event()

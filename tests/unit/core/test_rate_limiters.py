@@ -127,7 +127,7 @@ def test_batches_count_as_so_many_rows() -> None:
     assert rb.stats()["rate_limiter"]["inserted"] == len(rb) == 24
 
 
-def test_rows_that_are_not_handed_out_do_not_count() -> None:
+def test_rows_that_are_not_returned_do_not_count() -> None:
     rb = memory_buffer(
         batch_size=4,
         rate_limiter=(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0)),
@@ -146,7 +146,7 @@ def test_rows_that_are_not_handed_out_do_not_count() -> None:
     assert not limiter.can_insert(15)
 
 
-def test_of_sequences_the_anchors_count() -> None:
+def test_sequences_count_by_their_anchors() -> None:
     rb = memory_buffer(
         batch_size=4,
         rate_limiter=(limiter := SampleToInsertRatio(1.0, 4, 10, timeout=0)),
@@ -173,7 +173,7 @@ def test_settings_that_have_no_meaning_are_refused(make: Callable[[], RateLimite
         make()
 
 
-def test_what_would_wait_for_ever_is_an_error_at_the_call(store_path: Path) -> None:
+def test_limits_that_would_wait_forever_are_refused(store_path: Path) -> None:
     with pytest.raises(ValueError, match="min_size_to_sample is 101, the store never holds more than 100"):
         memory_buffer(batch_size=4, rate_limiter=MinSize(101))
     with pytest.raises(ValueError, match="never holds more than 100"):
@@ -247,7 +247,7 @@ def test_side_by_side_the_error_stays_within_its_bounds(store_path: Path) -> Non
     assert max(errors) <= 150 + 120
 
 
-def test_closing_wakes_who_waits(store_path: Path) -> None:
+def test_closing_wakes_waiting_threads(store_path: Path) -> None:
     rb = expstore.open(
         store_path, batch_size=4, batches=expstore.Batches(rate_limiter=SampleToInsertRatio(1.0, 8, 8))
     )
@@ -359,9 +359,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_kill_forgets_no_row_that_was_handed_out_and_counts_no_other(
-    store_path: Path, prefetch: int
-) -> None:
+def test_a_kill_keeps_the_count_of_exactly_the_drawn_rows(store_path: Path, prefetch: int) -> None:
     command = [sys.executable, "-c", KILLED, str(store_path), str(prefetch)]
     done = warm_processes.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr

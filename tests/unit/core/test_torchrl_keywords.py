@@ -33,12 +33,12 @@ class Thing:
     pass
 
 
-def test_what_asks_for_nothing_is_accepted() -> None:
+def test_keywords_without_effect_are_accepted() -> None:
     check_keywords(Thing(), {"compilable": False, "shared": False}, ("compilable", "shared"))
     check_keywords(Thing(), {}, ())
 
 
-def test_what_asks_for_something_is_refused_by_name_and_reason() -> None:
+def test_unsupported_keywords_are_refused_with_a_reason() -> None:
     reason = "each field is kept in one array already"
     with pytest.raises(ValueError, match=f"^Thing does not support consolidated=True: {reason}; leave cons"):
         check_keywords(Thing(), {"consolidated": True}, ("consolidated",))
@@ -50,7 +50,7 @@ def test_a_keyword_of_another_class_is_unknown() -> None:
         check_keywords(Thing(), {"shared": False}, ("compilable",))
 
 
-def test_every_reason_is_said() -> None:
+def test_every_ignored_keyword_has_a_reason() -> None:
     assert not [name for name, void in VOID.items() if len(void.reason) < 15]
 
 
@@ -87,7 +87,7 @@ def test_writers_take_compilable_in_its_place(kind: Any) -> None:
         TensorDictMaxValueWriter(compilable=True)
 
 
-def test_slices_name_trajectories_by_both_of_torchrls_words() -> None:
+def test_slices_name_trajectories_by_both_of_torchrls_keys() -> None:
     for kind in (SliceSampler, SliceSamplerWithoutReplacement):
         kind(slice_len=2, traj_key="a")
         kind(slice_len=2, trajectory_key="a")
@@ -126,7 +126,7 @@ def test_a_where_may_contain_both(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ONCE)
-def test_where_chances_count_nothing_a_weight_is_refused(name: str) -> None:
+def test_samplers_without_chances_refuse_a_weight(name: str) -> None:
     make = ONCE[name]
     assert filter_of(make(where=Where("a > 1"))) == ("a > 1", None)
     for given in ({"weight": "a"}, {"where": Where(weight="a")}):

@@ -115,7 +115,7 @@ def test_root_keys_are_skipped_at_the_root_only() -> None:
         (TensorDict({"a": torch.zeros(2, dtype=torch.float8_e4m3fn)}, [2]), "'a' has dtype torch.float8"),
     ],
 )
-def test_what_is_no_batch(data: Any, message: str) -> None:
+def test_invalid_batches_are_refused(data: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         flatten(data, all_dims=True)
 
@@ -197,12 +197,12 @@ def test_rewards_of_any_dtype_are_numbers(dtype: torch.dtype) -> None:
         assert steps(next__reward=values * -1.5)["rewards"] == [-1.5, 0, -1.5, 0]
 
 
-def test_rewards_that_are_no_numbers_are_left_out() -> None:
+def test_rewards_that_are_not_numbers_are_left_out() -> None:
     assert steps(next__reward=torch.zeros(4, dtype=torch.complex64)) == {}
     assert steps(next__reward=torch.zeros(4, 2)) == {}
 
 
-def test_rows_that_are_no_transitions() -> None:
+def test_rows_that_are_not_transitions_are_masked() -> None:
     reader, columns, batch = read(
         a=[0, 1, 2, 3], collector__traj_ids=[0, -1, 0, 0], collector__mask=[T, T, F, T]
     )

@@ -62,7 +62,7 @@ def same(a: Any, b: Any) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_a_tensor(storage: Storage) -> None:
+def test_rows_may_be_tensors(storage: Storage) -> None:
     with ReplayBuffer(storage=storage, batch_size=4) as rb:
         assert rb.extend(torch.arange(5).float()).tolist() == [0, 1, 2, 3, 4]
         assert rb.add(torch.tensor(7.0)) == 5
@@ -91,7 +91,7 @@ def test_places_within_rows() -> None:
             rb[1, 0] = torch.tensor(5)
 
 
-def test_a_tree(storage: Storage) -> None:
+def test_rows_may_be_trees(storage: Storage) -> None:
     with ReplayBuffer(storage=storage, batch_size=4) as rb:
         rb.extend(tree(6))
         rb.add(tree_map(lambda leaf: leaf[0], tree(1, 6)))
@@ -203,7 +203,7 @@ def test_a_tensorclass_comes_back_where_its_module_is_known(tmp_path: Path) -> N
         assert len(again) == 10
 
 
-def test_a_class_that_nobody_can_find_comes_back_as_a_tensordict(tmp_path: Path) -> None:
+def test_an_unknown_class_is_read_as_a_tensordict(tmp_path: Path) -> None:
     @tensorclass
     class Local:
         a: torch.Tensor
@@ -229,7 +229,7 @@ def test_rows_with_batch_dims_of_their_own(storage: Storage) -> None:
         assert rb[0].batch_size == (6,)
 
 
-def test_things_that_are_no_tensors() -> None:
+def test_values_other_than_tensors_are_stored() -> None:
     with TensorDictReplayBuffer(storage=MemoryStorage(10), batch_size=4) as rb:
         rb.extend(TensorDict({"a": torch.arange(3), "text": NonTensorData("all", batch_size=[3])}, [3]))
         rb.extend([TensorDict({"a": torch.tensor(3 + n), "text": text}) for n, text in enumerate("xy")])
@@ -240,7 +240,7 @@ def test_things_that_are_no_tensors() -> None:
         assert list(batch["text"]) == [rb[:]["text"][i] for i in batch["index"]]
 
 
-def test_things_that_are_no_tensors_are_refused_on_disk(tmp_path: Path) -> None:
+def test_values_other_than_tensors_are_refused_on_disk(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         with pytest.raises(SchemaError, match="'text'.*ListStorage"):
             rb.extend(TensorDict({"a": torch.arange(2), "text": NonTensorData("all", batch_size=[2])}, [2]))
@@ -286,7 +286,7 @@ def test_objects_are_stacked_where_they_can_be() -> None:
         assert set(rb.sample()) <= {"x", "y"}
 
 
-def test_what_is_done_to_a_tensor_later_does_not_reach_the_list() -> None:
+def test_later_changes_of_a_tensor_do_not_reach_the_list() -> None:
     data = torch.zeros(3)
     with ReplayBuffer(storage=ListStorage(10)) as rb:
         rb.extend(data)

@@ -38,7 +38,7 @@ def test_rows_are_those_of_indexing(rows: Any) -> None:
         assert found["tokens"].to_padded_tensor(0).shape[1] == max(n % 6 for n in numbers)
 
 
-def test_rows_without_nested_tensors_are_indexed_as_ever() -> None:
+def test_rows_without_nested_tensors_are_indexed_as_before() -> None:
     batch = TensorDict({"a": torch.arange(4)}, [4])
     assert take_rows(batch, slice(1, 3))["a"].tolist() == [1, 2]
     assert join_rows([batch, batch])["a"].tolist() == [0, 1, 2, 3] * 2

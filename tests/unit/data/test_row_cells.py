@@ -47,7 +47,7 @@ def test_numbers_are_stored_as_numpy_does_it(dtype: str) -> None:
         ("float32", None),
     ],
 )
-def test_what_needs_a_closer_look_is_refused(dtype: str, value: Any) -> None:
+def test_values_that_need_checks_are_refused(dtype: str, value: Any) -> None:
     assert not compile_put([Cells.of(np.zeros(2, dtype), takes_numbers=True)])(0, value)
 
 

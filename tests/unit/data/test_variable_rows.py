@@ -44,7 +44,7 @@ def trees() -> ReplayBuffer:
 # -- TensorDicts --------------------------------------------------------------------------------------
 
 
-def test_what_was_extended_comes_back() -> None:
+def test_extended_rows_are_read_back() -> None:
     rb = buffer()
     assert repr(rb.storage.schema) == (
         "Schema(prompt: string, tokens: int32[?], image: int64[?, ?], "
@@ -267,7 +267,7 @@ def test_rows_may_be_texts_alone() -> None:
         ([{"a": "x"}, {"a": "y", "b": 1}], "not all rows have"),
     ],
 )
-def test_trees_that_are_no_rows_are_refused(data: Any, words: str) -> None:
+def test_trees_that_are_not_rows_are_refused(data: Any, words: str) -> None:
     rb = trees()
     with pytest.raises((SchemaError, StackError), match=words):
         rb.extend(data)
@@ -368,7 +368,7 @@ def test_a_schema_says_what_batches_cannot() -> None:
         ("number", NonTensorStack(None, None), r"'number': expected int64\[\], got None"),
     ],
 )
-def test_what_does_not_fit_changes_nothing(field: str, value: Any, words: str) -> None:
+def test_refused_calls_change_nothing(field: str, value: Any, words: str) -> None:
     rb = buffer()
     before, bad = plain(rb[:]), rollouts(40, 2).exclude(field).set(field, value)
     for act in (lambda: rb.extend(bad), lambda: rb.__setitem__(slice(0, 2), bad)):

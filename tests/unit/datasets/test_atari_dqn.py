@@ -144,7 +144,7 @@ def test_a_checkpoint_that_is_missing_in_the_middle(
         assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_what_is_no_such_folder(tmp_path: Path) -> None:
+def test_unsuitable_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no folder"):
         AtariDQNReader(tmp_path / "none")
     with pytest.raises(NotFoundError, match="no checkpoint"):
@@ -183,7 +183,9 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"differ in length: \$store\$_observation_ckpt\.0\.gz 49"):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     write(path, np.array([{}], object))
-    with pytest.raises(SchemaError, match=r"_observation_ckpt\.0\.gz is an array of object"):
+    with pytest.raises(
+        SchemaError, match=r"_observation_ckpt\.0\.gz cannot be read: it is an array of object"
+    ):
         import_dataset(AtariDQNReader(ring.folder), tmp_path / "a.exp")
     assert not (tmp_path / "a.exp").exists()
     path.write_bytes(data)

@@ -117,7 +117,7 @@ def test_kitchen_has_flags_of_floats_no_timeouts_and_infos_of_numbers(tmp_path: 
     assert rows["info"].tolist() == list(range(12))
 
 
-def test_antmaze_goes_on_near_the_goal(tmp_path: Path) -> None:
+def test_antmaze_episodes_continue_near_the_goal(tmp_path: Path) -> None:
     there = arrays()
     del there["next_observations"]
     there["terminals"] = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0], "f4")
@@ -130,7 +130,7 @@ def test_antmaze_goes_on_near_the_goal(tmp_path: Path) -> None:
     assert [length for length, _ in episodes] == [3, 1, 4, 1, 3]
 
 
-def test_beside_torchrl(tmp_path: Path) -> None:
+def test_rows_equal_torchrls(tmp_path: Path) -> None:
     """Equal in every row that TorchRL keeps, but for the observation after an end, which it sets to 0."""
     file = write(tmp_path / "hopper-v2.hdf5", arrays())
     theirs = object.__new__(D4RLExperienceReplay)
@@ -149,7 +149,7 @@ def test_beside_torchrl(tmp_path: Path) -> None:
     assert not kept["done"].any()
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="is a folder, but a file is needed"):
         D4RLReader(tmp_path)
     with pytest.raises(NotFoundError, match="there is no file"):

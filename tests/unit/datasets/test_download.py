@@ -26,7 +26,7 @@ def public(tmp_path: Path) -> Path:
     return tmp_path / "public"
 
 
-def test_a_broken_connection_goes_on_where_it_broke(public: Path, tmp_path: Path) -> None:
+def test_a_broken_connection_continues_where_it_broke(public: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     with serving_files(public, break_after=[100_000, 50_000]) as server:
         file = remote(server, size=len(DATA), sha256=hashlib.sha256(DATA).hexdigest())
@@ -39,7 +39,7 @@ def test_a_broken_connection_goes_on_where_it_broke(public: Path, tmp_path: Path
     assert told[-1] == (300_000, 300_000)
 
 
-def test_a_later_call_goes_on_unless_the_file_is_another(public: Path, tmp_path: Path) -> None:
+def test_a_later_call_continues_unless_the_file_changed(public: Path, tmp_path: Path) -> None:
     def give_up(seconds: float) -> None:
         raise KeyboardInterrupt
 
@@ -72,9 +72,9 @@ def test_a_part_that_is_complete_is_not_fetched_again(public: Path, tmp_path: Pa
     assert not part.exists()
 
 
-def test_what_is_wrong_is_said(public: Path, tmp_path: Path) -> None:
+def test_wrong_downloads_are_refused(public: Path, tmp_path: Path) -> None:
     with serving_files(public) as server:
-        with pytest.raises(StorageError, match="has 300000 bytes, 5 are expected"):
+        with pytest.raises(StorageError, match="has 300000 bytes; 5 are expected"):
             fetch_files([remote(server, size=5)], tmp_path / "got")
         with pytest.raises(StorageError, match="SHA-256 .* abc is expected"):
             fetch_files([remote(server, sha256="abc")], tmp_path / "got")

@@ -91,7 +91,7 @@ def test_a_folder_and_a_limit(tmp_path: Path) -> None:
     assert imported(tmp_path, tmp_path / "raw", rows=6)[1] == [(5, "terminated"), (3, "cut")]
 
 
-def test_beside_torchrls_class(tmp_path: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     values = [{**one, "dones": one["dones"][:, 0], "rewards": one["rewards"][:, 0]} for one in trajectories()]
     file = archive(tmp_path / "raw/bigfish.tar", values)
     theirs = object.__new__(OfTorchRL)

@@ -174,7 +174,7 @@ def test_d3rlpy(tmp_path: Path) -> None:
     }
 
 
-def test_what_a_file_is_recognised_as(tmp_path: Path) -> None:
+def test_formats_of_files_are_recognised(tmp_path: Path) -> None:
     plain = tmp_path / "plain.hdf5"
     with h5py.File(plain, "w") as file:
         file["episode_0/observations"], file["episode_0/actions"] = np.zeros((3, 2)), np.zeros((2, 1))
@@ -218,7 +218,7 @@ def test_groups_with_plain_numbers_are_episodes(tmp_path: Path, above: str) -> N
         import_hdf5(source, tmp_path / "b.exp")
 
 
-def test_numbered_groups_beside_shared_rewards_are_agents(tmp_path: Path) -> None:
+def test_numbered_groups_next_to_shared_rewards_are_agents(tmp_path: Path) -> None:
     source = write_groups(tmp_path / "a.hdf5", ("agents/0", "agents/1"))
     with h5py.File(source, "a") as file:
         file["rewards"] = np.zeros(5)
@@ -239,7 +239,7 @@ def test_a_note_says_that_groups_may_be_episodes(tmp_path: Path, capsys: pytest.
     assert "robot_a" not in capsys.readouterr().err
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file"):
         Hdf5EpisodesReader(tmp_path / "none.h5")
     path = tmp_path / "a.h5"

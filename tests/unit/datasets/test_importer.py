@@ -203,7 +203,7 @@ def test_killed_between_the_rows_of_an_episode_and_its_end(
     assert picture(tmp_path / "killed.exp") == picture(tmp_path / "whole.exp")
 
 
-def test_another_source_begins_anew(tmp_path: Path) -> None:
+def test_another_source_starts_over(tmp_path: Path) -> None:
     source, other = make_source(tmp_path / "raw"), make_source(tmp_path / "other", seed=1)
     target = tmp_path / "a.exp"
     assert not kill_import(source, target, 20)
@@ -279,7 +279,7 @@ def test_episodes_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], messa
     assert not (tmp_path / "a.exp").exists()
 
 
-def test_what_a_reader_raises_names_part_and_episode(tmp_path: Path) -> None:
+def test_errors_of_a_reader_name_part_and_episode(tmp_path: Path) -> None:
     file = tmp_path / "raw"
     file.write_text("")
     with pytest.raises(StorageError, match=r"cannot read part, episode 1: EOFError\('short'\)"):

@@ -207,7 +207,7 @@ def test_episodes(tmp_path: Path, version: str) -> None:
     assert not rows["done"].any()
 
 
-def test_beside_torchrl(tmp_path: Path) -> None:
+def test_rows_equal_torchrls(tmp_path: Path) -> None:
     root = write_v3(tmp_path / "raw", table(images=False))
     snapshot: Any = object.__new__(theirs._LeRobotSnapshot)
     snapshot.root, snapshot.video_keys = root, []

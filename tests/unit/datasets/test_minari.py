@@ -137,7 +137,7 @@ def test_long_episodes_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rows["next", "state", "qpos"][:3].tolist() == rows["state", "qpos"][1:4].tolist()
 
 
-def test_beside_torchrls_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create(tmp_path / "root", monkeypatch, plain=True)
     with warnings.catch_warnings(), monkeypatch.context() as patch:
         warnings.simplefilter("ignore")

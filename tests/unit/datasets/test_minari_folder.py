@@ -100,7 +100,7 @@ def imported(source: Path, target: Path) -> tuple[TensorDict, list[Any]]:
 
 @pytest.mark.parametrize("jpeg", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_minari_writes(
+def test_data_sets_written_by_minari_are_imported(
     tmp_path: Path, root: Path, form: str, jpeg: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "EXCHANGE_ROWS", 4)
@@ -225,7 +225,7 @@ def of_torchrl(name: str, target: Path) -> TensorDict:
     return theirs._download_and_preproc()
 
 
-def test_beside_torchrl(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_equal_torchrls(tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain(root / "old-v0")
     # Theirs allocates files for the rows and never writes them: every value is 0.
     found = of_torchrl("old-v0", tmp_path / "zeros")

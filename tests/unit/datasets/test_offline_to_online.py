@@ -111,7 +111,7 @@ def test_a_data_set_of_torchrls_may_be_the_other_half() -> None:
     assert set(batch.keys()) == {"x", "n"}
 
 
-def test_what_one_buffer_says_of_its_rows_is_left_out() -> None:
+def test_info_of_single_buffers_is_left_out() -> None:
     dataset = TensorDictReplayBuffer(storage=LazyTensorStorage(20), with_ids=True)
     dataset.extend(rows(20, -1.0))
     rb = OfflineToOnlineReplayBuffer(dataset, online_capacity=50)
@@ -119,7 +119,7 @@ def test_what_one_buffer_says_of_its_rows_is_left_out() -> None:
     assert set(rb.sample(6).keys()) == {"x", "n"}
 
 
-def test_draws_go_on_after_a_restart(tmp_path: Path) -> None:
+def test_draws_continue_after_a_restart(tmp_path: Path) -> None:
     def opened() -> OfflineToOnlineReplayBuffer:
         dataset = ReplayBuffer(storage=ZarrStorage(tmp_path / "old.exp", 100))
         return OfflineToOnlineReplayBuffer(
@@ -163,7 +163,7 @@ def raised(act: Callable[[], Any]) -> BaseException:
         {"online_capacity": 5, "download": True},
     ],
 )
-def test_what_torchrl_refuses_is_refused(keywords: dict[str, Any]) -> None:
+def test_arguments_that_torchrl_refuses_are_refused(keywords: dict[str, Any]) -> None:
     ours, other = (
         raised(lambda lib=lib: lib.OfflineToOnlineReplayBuffer(object(), **keywords))  # type: ignore[misc]
         for lib in (expstore, theirs)
@@ -172,7 +172,7 @@ def test_what_torchrl_refuses_is_refused(keywords: dict[str, Any]) -> None:
     assert str(ours).split(", got")[0].split(". ")[0] == str(other).split(", got")[0].split(". ")[0]
 
 
-def test_what_does_not_go_together_is_told() -> None:
+def test_contradicting_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="batch_size must be provided"):
         made().sample()
     with pytest.raises(ValueError, match="batch_size must be provided when offline_dataset is a string"):
@@ -198,7 +198,7 @@ def test_what_does_not_go_together_is_told() -> None:
 
 
 @pytest.mark.parametrize("dataset", [None, 3, TensorDict({"x": torch.zeros(3)}, [3]), [], ReplayBuffer])
-def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
+def test_objects_other_than_buffers_are_refused(dataset: Any) -> None:
     with pytest.raises(TypeError, match=r"offline_dataset must be a buffer.*with extend\(\)"):
         OfflineToOnlineReplayBuffer(dataset, online_capacity=10)
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
@@ -208,7 +208,7 @@ def test_what_is_no_buffer_is_refused(dataset: Any) -> None:
         prefill_replay_buffer(dataset, rb)
 
 
-def test_what_is_no_number_is_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     for fraction in ("x", None, True, float("nan")):
         with pytest.raises(TypeError, match=f"offline_fraction must be a number, got {fraction!r}"):
             made(fraction=fraction)  # type: ignore[arg-type]
@@ -247,7 +247,7 @@ def test_rows_of_torchrls_buffers_are_copied() -> None:
     assert rb[:]["n"].tolist() == list(range(12))
 
 
-def test_what_cannot_be_copied_is_told() -> None:
+def test_unsuitable_data_sets_are_refused() -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(100))
     with pytest.raises(KeyError, match="Env x not found"):
         prefill_replay_buffer(rb, "d4rl:x")

@@ -102,7 +102,7 @@ def test_episodes(tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch) -
         assert part["episode"].unique().tolist() == [number]
 
 
-def test_beside_torchrls_class(tmp_path: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     rows, _ = imported(tmp_path, archive(tmp_path / "raw" / "a.tar", episodes()))
     start = 0
     for number, there in enumerate(episodes()):
@@ -162,7 +162,7 @@ def test_the_last_step_may_be_an_observation_only(
     np.testing.assert_array_equal(rows["next", "observation", "state"].numpy(), there)
 
 
-def test_what_steps_may_have(tmp_path: Path) -> None:
+def test_steps_with_every_kind_of_field(tmp_path: Path) -> None:
     value = episode(0, 4)
     for at, step in enumerate(value["steps"]):
         step["action"] = {"arm": {"pose": [0.5, at]}, "grip": at > 1, "mode": at}

@@ -115,7 +115,7 @@ def test_force_from_the_command_line_keeps_the_store(
     assert "pass files that you fetched yourself with source=" in told
     assert run(["datasets", "info", name]) == 0
     assert hidden(tmp_path / "cache") == []
-    with pytest.raises(NotFoundError, match="is gone"):
+    with pytest.raises(NotFoundError, match="no longer exists"):
         AtariDQNExperienceReplay("Pong/1", download="force")
 
 
@@ -185,7 +185,7 @@ def test_a_swap_that_fails_puts_the_store_back(
     assert list((tmp_path / "root" / "serials").iterdir()) == []
 
 
-def test_force_does_not_touch_a_folder_that_is_no_store(tmp_path: Path) -> None:
+def test_force_does_not_touch_a_folder_that_is_not_a_store(tmp_path: Path) -> None:
     source = make_source(tmp_path / "raw")
     (tmp_path / "root" / ID).mkdir(parents=True)
     (tmp_path / "root" / ID / "mine").write_text("")

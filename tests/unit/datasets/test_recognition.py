@@ -73,7 +73,7 @@ def test_options_of_plain_files_name_the_format(tmp_path: Path, capsys: pytest.C
     assert (found, len(rows)) == ("plain", 5)
 
 
-def test_what_expstore_exported_is_read_back(tmp_path: Path) -> None:
+def test_exports_are_recognised_and_imported(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "x.exp") as rb:
         steps = torch.arange(6)
         rb.extend(
@@ -137,7 +137,9 @@ def test_archives_and_folders(tmp_path: Path) -> None:
     assert imported(tmp_path / "trials")[0] == "roboset"
 
 
-def test_what_is_not_recognised_names_all_formats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unrecognised_source_is_refused_with_all_formats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "broken.tar").write_text("hello")
     (tmp_path / "folder").mkdir()

@@ -37,7 +37,7 @@ def test_every_prefix_leads_to_a_class() -> None:
         (("d4rl", "a:b"), KeyError, "already registered"),
     ],
 )
-def test_what_is_refused(arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
+def test_invalid_arguments_are_refused(arguments: tuple[Any, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         register_dataset(*arguments)
     for name in ("hopper", "nobody:hopper"):

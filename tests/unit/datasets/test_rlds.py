@@ -455,7 +455,7 @@ def test_records_that_do_not_fit_the_features(tmp_path: Path) -> None:
     fail("images of different sizes", **{"observation/image": [png(1), other.getvalue(), png(1), png(1)]})
 
 
-def test_what_is_no_such_folder(tmp_path: Path) -> None:
+def test_unsuitable_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=r"there is no folder .*none"):
         RLDSReader(tmp_path / "none")
     (tmp_path / "empty").mkdir()

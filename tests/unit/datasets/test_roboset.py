@@ -63,7 +63,7 @@ def test_trials_are_episodes(tmp_path: Path) -> None:
     assert not rows["next", "info", "qpos"][last].any()
 
 
-def test_beside_torchrl(tmp_path: Path) -> None:
+def test_rows_equal_torchrls(tmp_path: Path) -> None:
     file = write(tmp_path / "a.h5")
     theirs = object.__new__(RobosetExperienceReplay)
     theirs.__dict__["_root"], theirs.__dict__["dataset_id"] = tmp_path / "theirs", "x"
@@ -81,7 +81,7 @@ def test_beside_torchrl(tmp_path: Path) -> None:
     assert not rows["done"].any()
 
 
-def test_what_is_no_such_file(tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="there is no file or folder"):
         RobosetReader(tmp_path / "none")
     with pytest.raises(NotFoundError, match=r"no \.h5 file"):

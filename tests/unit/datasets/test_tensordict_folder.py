@@ -135,7 +135,7 @@ def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
     file, about = tmp_path / "td/observation.memmap", tmp_path / "td/meta.json"
     good = file.read_bytes()
     file.write_bytes(good[:-1])
-    with pytest.raises(StorageError, match=r"observation.memmap has 143 bytes; \[12, 3\] float32 are 144"):
+    with pytest.raises(StorageError, match=r"observation.memmap has 143 bytes; \[12, 3\] float32 needs 144"):
         TensorDictReader(tmp_path / "td")
     file.unlink()
     with pytest.raises(NotFoundError, match="there is no file"):
@@ -145,8 +145,8 @@ def test_bad_folders_leave_nothing(tmp_path: Path) -> None:
     for change, text in (
         ({"dtype": "torch.bfloat16"}, "'observation' is torch.bfloat16"),
         ({"shape": [6, 6]}, "different lengths"),
-        ({"shape": [-1, 1]}, r"has the shape \[-1, 1\]"),
-        ({"shape": "x"}, "has the shape 'x'"),
+        ({"shape": [-1, 1]}, r"has the invalid shape \[-1, 1\]"),
+        ({"shape": "x"}, "has the invalid shape 'x'"),
     ):
         about.write_text(json.dumps({**said, "observation": {**said["observation"], **change}}))
         with pytest.raises(SchemaError, match=text):

@@ -87,7 +87,7 @@ def test_several_episodes_in_one_hdf5_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows["next", "pixels"][4:6].numpy(), images[6:8])
 
 
-def test_beside_torchrls_class(tmp_path: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path) -> None:
     """TorchRL takes actions and rewards as they stand: a row late, with a row too many per episode."""
     folder = write(tmp_path / "raw")
     rows, _ = imported(tmp_path, folder)

@@ -21,7 +21,7 @@ def fill(temporary: Path, target: Path, *, single: bool) -> None:
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_what_is_whole_gets_its_name(tmp_path: Path, single: bool) -> None:
+def test_a_complete_build_gets_its_name(tmp_path: Path, single: bool) -> None:
     target = tmp_path / "out"
     with build_atomically(Disk(), target, single=single) as temporary:
         assert os.listdir(tmp_path) == ["out.tmp"]
@@ -50,7 +50,7 @@ def test_an_error_leaves_nothing(tmp_path: Path, error: type[BaseException], sin
 
 
 @pytest.mark.parametrize("single", [False, True])
-def test_what_somebody_else_made_meanwhile_stays(tmp_path: Path, single: bool) -> None:
+def test_a_target_made_by_another_process_stays(tmp_path: Path, single: bool) -> None:
     target = tmp_path / "out"
 
     def interfere() -> None:
@@ -62,7 +62,7 @@ def test_what_somebody_else_made_meanwhile_stays(tmp_path: Path, single: bool) -
     assert target.read_text() == "theirs"
 
 
-def test_what_was_left_by_a_kill_goes_first(tmp_path: Path) -> None:
+def test_files_of_a_killed_build_are_removed_first(tmp_path: Path) -> None:
     (tmp_path / "out.tmp/rows").mkdir(parents=True)
     (tmp_path / "out.tmp/rows/x").write_text("half")
     (tmp_path / "out.tmp/y").write_text("half")

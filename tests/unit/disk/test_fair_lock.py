@@ -32,7 +32,7 @@ def wait_for(lock: FairLock, waiting: int) -> None:
         assert time.monotonic() < until, f"{len(lock._queue)} threads wait, not {waiting}"
 
 
-def test_who_has_just_released_it_does_not_pass_who_waits() -> None:
+def test_a_releasing_thread_does_not_overtake_waiting_ones() -> None:
     lock, order = FairLock(), []
 
     def take() -> None:

@@ -82,7 +82,7 @@ def test_a_full_disk_has_a_kind_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("size", [5000, KEEP_GIL_BYTES + 8])
-def test_a_short_write_goes_on_where_it_stopped(
+def test_a_short_write_continues_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     real, small = os.pwrite, files._pwrite
@@ -96,7 +96,7 @@ def test_a_short_write_goes_on_where_it_stopped(
     file.close()
 
 
-def test_a_write_that_takes_nothing_does_not_go_on_for_ever(
+def test_a_write_of_zero_bytes_fails_instead_of_looping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_pwrite", lambda *given: 0)
@@ -398,9 +398,7 @@ def test_all_files_of_a_folder_go_at_once(tmp_path: Path, disk: Disk, pool: Thre
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_syncs_are_counted_for_whoever_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grouped: bool
-) -> None:
+def test_syncs_are_counted_per_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grouped: bool) -> None:
     disk, me = Disk(), threading.get_ident()
     made = [disk.open(tmp_path / str(number), create=True) for number in range(20)]
     if grouped:

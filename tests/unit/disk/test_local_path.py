@@ -52,12 +52,12 @@ def test_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("given", [b"a", 3, None])
-def test_what_is_no_path(given: Any) -> None:
+def test_invalid_paths_are_refused(given: Any) -> None:
     with pytest.raises(StateError, match=f"is a {type(given).__name__}, not a path; pass a str") as caught:
         local_path(given)
     assert caught.value.kind == "path"
 
 
-def test_what_no_file_can_be_called() -> None:
+def test_invalid_file_names_are_refused() -> None:
     with pytest.raises(StateError, match="NUL"):
         local_path("a\0b")

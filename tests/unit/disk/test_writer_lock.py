@@ -140,7 +140,7 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_lock_file_that_is_removed_or_replaced_lets_nobody_in(tmp_path: Path, replaced: bool) -> None:
+def test_a_removed_or_replaced_lock_file_admits_no_second_writer(tmp_path: Path, replaced: bool) -> None:
     lock, path = take(tmp_path), tmp_path / "LOCK"
     path.unlink()
     if replaced:

@@ -64,7 +64,7 @@ def test_every_field_is_kept() -> None:
     assert varied == names
 
 
-def test_what_the_journal_does_not_know_of_is_dropped(tmp_path: Path) -> None:
+def test_entries_missing_from_the_journal_are_dropped(tmp_path: Path) -> None:
     log = open_log(tmp_path)
     log.append(ENTRIES[:3])
     log.flush()

@@ -57,7 +57,7 @@ def test_the_stream_of_a_lane() -> None:
     assert [stream_of(name) for name in ("arm", "arm//2", "arm/1", "a//b")] == ["arm", "arm", "arm/1", "a//b"]
 
 
-def test_a_truncated_episode_that_goes_on_is_not_forgotten_meanwhile() -> None:
+def test_a_truncated_episode_that_continues_is_kept() -> None:
     """A long extend gives up rows after it was numbered; the index may be committed before it is there."""
     table = EpisodeTable(generation=1)
     steps = Steps(3, trajectories=np.full(3, 7), truncated=np.array([False, False, True]))

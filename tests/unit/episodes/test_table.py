@@ -438,7 +438,7 @@ def test_single_rows_of_one_episode_make_one_fragment() -> None:
     assert table.fragments.rows.shape == (5, 1)
 
 
-def test_a_truncated_episode_goes_on_only_while_rows_are_left() -> None:
+def test_a_truncated_episode_continues_only_while_rows_are_left() -> None:
     for low, expected in ((1, (1, 2)), (2, (2, 0))):
         for evicted in (False, True):  # what the index has asked must make no difference
             table = EpisodeTable()
@@ -582,7 +582,7 @@ def test_a_long_fragment_in_front_does_not_keep_the_dead() -> None:
     np.testing.assert_array_equal(kept[2, kept[0] == 1].sum(), 50)
 
 
-def test_clip() -> None:
+def test_clip_drops_older_slots() -> None:
     fragments = np.array([[1, 0, 5, 1, 1], [2, 3, 4, 2, 10], [3, 0, 1, 7, 1]], np.int64).T
     np.testing.assert_array_equal(clip(fragments, 0), fragments)
     np.testing.assert_array_equal(clip(fragments, 3).T, [[1, 3, 2, 4, 1], [2, 4, 3, 12, 10], [3, 0, 1, 7, 1]])

@@ -408,7 +408,7 @@ def test_fields_without_a_fixed_size_are_refused_by_name(tmp_path: Path, name: s
         assert getattr(exchange, f"export_{name}")(rb, tmp_path / "out", fields=others).rows == 2
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs h5py.*pip install 'expstore\[h5\]'"):
         import_library("h5py")

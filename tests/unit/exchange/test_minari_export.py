@@ -153,7 +153,7 @@ def test_roles_of_fields_come_back(tmp_path: Path) -> None:
         assert import_dataset(MinariReader(tmp_path / "less"), tmp_path / "less.exp").episodes == 3
 
 
-def test_what_minari_has_no_place_for_is_refused(tmp_path: Path) -> None:
+def test_fields_without_a_minari_form_are_refused(tmp_path: Path) -> None:
     with expstore.open(tmp_path / "run.exp") as rb:
         rb.extend(rows(0, 18))
         for fields, words in (
@@ -308,7 +308,7 @@ def test_bad_datasets_are_refused(tmp_path: Path) -> None:
         (bad("text", data=b"hello"), StorageError, "cannot read .* as HDF5"),
         (bad("half", data=good[:5000]), StorageError, "cannot read .* as HDF5"),
         (bad("json", text="{"), StorageError, "cannot read .*metadata.json"),
-        (bad("lance", text='{"data_format": "lance"}'), SchemaError, "kept as 'lance'"),
+        (bad("lance", text='{"data_format": "lance"}'), SchemaError, "has the format 'lance'"),
         (bad("arrow", text='{"data_format": "arrow"}'), SchemaError, "contains no episodes"),
         (bad("short", shorter), SchemaError, r"episode_1 has \d+ 'actions' for \d+ rewards"),
         (bad("gone", remove("episode_1/actions")), SchemaError, "episode_1 has no 'actions'"),

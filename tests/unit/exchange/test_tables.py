@@ -174,7 +174,7 @@ def test_only_some_episodes_and_fields(tmp_path: Path, form: str) -> None:
 
 
 @pytest.mark.some(1)
-def test_an_episode_without_its_beginning_counts_anew(tmp_path: Path, form: str) -> None:
+def test_an_episode_without_its_beginning_counts_from_zero(tmp_path: Path, form: str) -> None:
     """Its steps follow one another; where some are missing in between, another one begins."""
     with expstore.open(tmp_path / "run.exp", capacity=40) as rb:
         rb.extend(typed_rows(100, every=30))
@@ -215,7 +215,7 @@ def test_settings_of_a_store_come_back(tmp_path: Path, form: str) -> None:
                 assert getattr(manifests[0], name) == getattr(manifests[1], name)
 
 
-def test_rows_that_are_no_tensordicts_come_back(tmp_path: Path, form: str) -> None:
+def test_rows_other_than_tensordicts_are_read_back(tmp_path: Path, form: str) -> None:
     storage = expstore.ZarrStorage(tmp_path / "run.exp", 100)
     with expstore.ReplayBuffer(storage=storage) as rb:
         rb.extend((torch.arange(30), {"a": torch.ones(30, 2, dtype=torch.bfloat16)}))

@@ -362,7 +362,7 @@ def test_rows_that_are_more_than_an_arrow_array_holds_are_read_by_fewer(tmp_path
     rb.close()
 
 
-def test_types_that_parquet_has_not_are_refused_by_name(tmp_path: Path) -> None:
+def test_types_without_a_parquet_form_are_refused_by_name(tmp_path: Path) -> None:
     kind = pa.struct([])
     schema = Schema([Field(("n",), "int64", ()), Field(("far",), ARROW, (), type_text(kind))])
     storage = make(tmp_path / "run.exp", schema, [np.arange(2), pa.array([{}, None], kind)])
@@ -521,7 +521,7 @@ def test_files_of_no_rows_have_the_fields_of_their_types(tmp_path: Path, form: s
         assert str(rb.schema[("number",)]) == "int64[]"
 
 
-def test_what_others_did_to_an_export_is_seen(tmp_path: Path) -> None:
+def test_changed_exports_are_imported_or_refused(tmp_path: Path) -> None:
     """Rows taken out, columns without our notes: types say then what fields are. Rows that do not fit."""
     with expstore.open(tmp_path / "run.exp", layout="arrow") as rb:
         rb.extend(rollouts(0, 30))

@@ -89,7 +89,7 @@ def equal(ours: Any, other: Any) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:torchrl")
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("tracks", [False, True])
-def test_random_programs_tell_the_same(storage: ExpStorage, sampler: str, tracks: bool) -> None:
+def test_random_programs_return_the_same(storage: ExpStorage, sampler: str, tracks: bool) -> None:
     def made(kept: Any) -> Any:
         writer = theirs.TensorDictRoundRobinWriter(track_generations=tracks)
         return theirs.TensorDictReplayBuffer(
@@ -198,7 +198,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_new_buffer_goes_on_where_a_killed_one_stopped(store_path: Path) -> None:
+def test_a_new_buffer_continues_where_a_killed_one_stopped(store_path: Path) -> None:
     done = warm_processes.run([sys.executable, "-c", KILLED, str(store_path)], check=False)
     assert done.returncode == -signal.SIGKILL
     with ExpStorage(store_path, source="w").buffer as kept:
@@ -231,7 +231,7 @@ def test_a_state_that_is_loaded_leaves_the_cursor_to_the_store(storage: ExpStora
     assert rb.writer.state_dict()["_cursor"] == there + 2
 
 
-def test_versions_go_both_ways(storage: ExpStorage, tmp_path: Path) -> None:
+def test_versions_are_saved_and_restored(storage: ExpStorage, tmp_path: Path) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage, batch_size=8)
     rb.extend(rows(30))
     rb.dumps(tmp_path / "kept")
@@ -254,7 +254,7 @@ def test_a_ring_is_emptied(storage: ExpStorage) -> None:
     assert rb.sample().shape == (8,)
 
 
-def test_what_is_written_can_be_asked_for_and_drawn_by_our_own(storage: ExpStorage) -> None:
+def test_written_rows_can_be_queried_and_sampled_by_own_samplers(storage: ExpStorage) -> None:
     rb = theirs.TensorDictReplayBuffer(storage=storage)
     rb.extend(rows(21))
     counted = storage.buffer.sql("SELECT count(*), sum(length) FROM episodes").fetchall()
@@ -266,7 +266,7 @@ def test_what_is_written_can_be_asked_for_and_drawn_by_our_own(storage: ExpStora
     assert rb.extend(rows(1, 25)).tolist() == [25], "the cursor is the store's, whoever writes"
 
 
-def test_samplers_of_our_own_are_told_of_new_rows(storage: ExpStorage) -> None:
+def test_own_samplers_are_notified_of_new_rows(storage: ExpStorage) -> None:
     told: list[int] = []
 
     class Listening(expstore.RandomSampler):
@@ -362,7 +362,7 @@ def test_a_data_set_may_be_read_only(storage: ExpStorage) -> None:
         rb.extend(rows(1))
 
 
-def test_stores_that_are_none(tmp_path: Path) -> None:
+def test_unsuitable_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not int"):
         ExpStorage(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="capacity: settings are only allowed with a folder"):
@@ -408,7 +408,7 @@ def test_a_process_that_is_started_to_write_is_refused_before(store_path: Path) 
             set_spawning_popen(None)
 
 
-def test_torchrls_words_for_the_size(storage: ExpStorage) -> None:
+def test_torchrls_properties_describe_the_size(storage: ExpStorage) -> None:
     assert not storage.initialized
     assert storage.shape == (0,) or storage.shape is None
     storage.set(range(4), rows(4))

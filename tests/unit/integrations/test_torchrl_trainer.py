@@ -152,7 +152,7 @@ def test_samples_are_of_the_size_and_on_the_device_that_were_asked_for() -> None
     assert hook.sample().device == torch.device("meta")
 
 
-def test_an_iteration_ends_and_begins_anew() -> None:
+def test_an_iteration_ends_and_restarts() -> None:
     for home, make in ((expstore, ReplayBufferTrainer), (their_data, theirs.ReplayBufferTrainer)):
         rb = home.TensorDictReplayBuffer(
             storage=home.LazyTensorStorage(6), sampler=home.SamplerWithoutReplacement(), batch_size=2
@@ -170,7 +170,7 @@ def test_an_iteration_ends_and_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_lanes_go_on_with_the_next_batch(store_path: Path, flatten: bool) -> None:
+def test_lanes_continue_with_the_next_batch(store_path: Path, flatten: bool) -> None:
     """Nothing but the lane says to which episode a row belongs."""
     with expstore.open(store_path, batch_size=4, seed=1) as rb:
         hook = ReplayBufferTrainer(rb, flatten_tensordicts=flatten)
@@ -242,7 +242,7 @@ def test_members_of_an_ensemble_are_one_source_of_batches() -> None:
 # -- what is refused ----------------------------------------------------------------------------------------
 
 
-def test_what_means_nothing_is_refused_with_the_reason(store_path: Path) -> None:
+def test_meaningless_arguments_are_refused_with_a_reason(store_path: Path) -> None:
     rb = expstore.TensorDictReplayBuffer(storage=expstore.LazyTensorStorage(10), batch_size=2)
     with pytest.raises(ValueError, match="memmap=True is not supported: stores on disk"):
         ReplayBufferTrainer(rb, memmap=True)
@@ -293,7 +293,7 @@ def test_buffers_of_others_are_refused() -> None:
             both(**options)
 
 
-def test_what_is_no_batch_is_refused() -> None:
+def test_invalid_batches_are_refused() -> None:
     member = expstore.TensorDictPrioritizedReplayBuffer(
         alpha=0.6, beta=0.4, storage=expstore.LazyTensorStorage(10)
     )
@@ -382,7 +382,7 @@ def test_a_trainer_learns_from_a_store(rb: expstore.TensorDictReplayBuffer) -> N
 
 
 @pytest.mark.parametrize("backend", ["torch", "unified"])
-def test_a_trainer_that_is_loaded_goes_on_with_the_next_batches(
+def test_a_loaded_trainer_continues_with_the_next_batches(
     backend: str, tmp_path: Path, store_path: Path
 ) -> None:
     file = tmp_path / "trainer"
@@ -505,7 +505,7 @@ print(len(rb), batch.shape)
 """
 
 
-def test_a_loop_of_ones_own_needs_no_torchrl() -> None:
+def test_a_custom_loop_needs_no_torchrl() -> None:
     done = warm_processes.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "40 torch.Size([8])\n"

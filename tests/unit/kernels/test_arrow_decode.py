@@ -53,14 +53,14 @@ kinds = st.tuples(
 
 
 @given(st.lists(kinds, max_size=30))
-def test_what_arrow_packs_is_unpacked(asked: list[tuple[int, int, str | None]]) -> None:
+def test_buffers_packed_by_arrow_are_unpacked(asked: list[tuple[int, int, str | None]]) -> None:
     data = [some_bytes(size, words, number) for number, (size, words, _) in enumerate(asked)]
     assert unpack([packed(one, codec) for one, (_, _, codec) in zip(data, asked, strict=True)]) == data
 
 
 @pytest.mark.parametrize("codec", ["lz4", "zstd"])
 @pytest.mark.parametrize("size", [40, 5000, 200_000])
-def test_damage_is_said_and_nothing_else_written(codec: str, size: int) -> None:
+def test_damage_is_reported_and_nothing_else_is_written(codec: str, size: int) -> None:
     whole, data = packed(some_bytes(1000, 9, 0), codec), packed(some_bytes(size, 40, 1), codec)
     rng = np.random.default_rng(2)
     for cut in (9, 12, data.size // 2, data.size - 1):

@@ -37,5 +37,5 @@ def test_frames_are_those_of_numcodecs(
             )
 
 
-def test_what_cannot_be_packed_is_empty() -> None:
+def test_unpackable_chunks_are_empty() -> None:
     assert pack_chunks(np.zeros((4, 10), np.uint8), 2, "no such compressor", 5) == [b"", b""]

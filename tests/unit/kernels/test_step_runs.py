@@ -86,7 +86,7 @@ def test_every_readable_step_is_found(data: st.DataObject) -> None:
     check(RunTable(model.fragments.rows.copy(), low), model, low)
 
 
-def test_what_has_changed_is_told_once() -> None:
+def test_a_change_is_reported_once() -> None:
     table = RunTable(columns((1, 0, 3, 1, 1), (2, 0, 2, 4, 1)), 0)
     changed = table.take_in(columns((2, 0, 5, 4, 1), (3, 0, 1, 9, 1)), 2)
     assert changed is not None
@@ -97,7 +97,7 @@ def test_what_has_changed_is_told_once() -> None:
     assert again.size == 0
 
 
-def test_an_episode_goes_on_after_all_its_rows_have_left() -> None:
+def test_an_episode_continues_after_all_its_rows_have_left() -> None:
     table = RunTable(columns((1, 0, 3, 1, 1), (2, 0, 3, 4, 1)), 5)
     assert table.first.tolist() == [3, 2]
     for more in (columns((1, 0, 4, 1, 1)), columns((1, 4, 2, 8, 1))):  # it grows where it was, and elsewhere
@@ -126,7 +126,7 @@ def test_rows_are_located_by_episode_and_id() -> None:
     assert steps[found >= 0].tolist() == [1, 2, 10, 1]
 
 
-def test_beyond_the_end_there_is_no_row() -> None:
+def test_no_row_exists_beyond_the_end() -> None:
     table = RunTable(columns((1, 0, 3, 1, 2)), 0)
     assert table.rows(np.array([0]), np.array([1]), np.array([4])).tolist() == [3, 5, 0, 0]
 

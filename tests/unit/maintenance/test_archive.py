@@ -47,7 +47,7 @@ def test_a_damaged_archive_is_named_and_repaired(ring: Path, tmp_path: Path) -> 
         assert len(rb) == 20
 
 
-def test_what_keeps_an_opening_out_is_found(ring: Path, tmp_path: Path) -> None:
+def test_damage_that_prevents_opening_is_found(ring: Path, tmp_path: Path) -> None:
     flip(tmp_path / "old.exp" / "expstore.json", 40, 2)
     with pytest.raises(CorruptionError, match="expstore verify"):
         expstore.open(ring)

@@ -226,7 +226,7 @@ def test_queries_need_only_the_columns_that_they_name(sound: Path, tmp_path: Pat
             rb.sql(f"SELECT _id FROM transitions ORDER BY {asked[lost.split('/')[0]][4:-1]}")
 
 
-def test_a_line_says_what_is_made_anew(sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_says_what_is_rebuilt(sound: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = Path(shutil.copytree(sound, tmp_path / "run.exp"))
     with expstore.open(path) as rb:
         rb.sql("SELECT 1")

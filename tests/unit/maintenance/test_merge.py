@@ -203,7 +203,7 @@ def test_stores_that_do_not_fit_together(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if name.startswith("out")]
 
 
-def test_what_is_missing_or_in_the_way(tmp_path: Path) -> None:
+def test_missing_sources_and_existing_targets_are_refused(tmp_path: Path) -> None:
     a, b = make(tmp_path / "a.exp", 0, 5), make(tmp_path / "b.exp", 10, 5)
     expstore.open(tmp_path / "empty.exp").close()
     before = sorted(tmp_path.rglob("*"))

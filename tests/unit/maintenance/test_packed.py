@@ -151,7 +151,7 @@ def test_a_missing_shard_costs_its_rows(sound: Path, tmp_path: Path) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("where", ["index", "header", "zarr.json"])
-def test_what_follows_from_the_rest_is_made_again_at_no_cost(sound: Path, tmp_path: Path, where: str) -> None:
+def test_redundant_data_is_rebuilt_without_loss(sound: Path, tmp_path: Path, where: str) -> None:
     store = Path(shutil.copytree(sound, tmp_path / "broken.exp"))
     path, start = chunk_of(store, 90)
     if where == "zarr.json":
@@ -192,7 +192,7 @@ def test_a_repair_costs_the_rows_that_were_named_and_no_others(
 
 
 @pytest.mark.parametrize("synced", [0, 1])
-def test_a_kill_before_the_shape_has_grown_is_no_damage(
+def test_a_kill_before_the_shape_has_grown_does_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: int
 ) -> None:
     """A shard has begun, and zarr.json does not cover it yet; the next opening mends that.

@@ -109,7 +109,7 @@ def check_store(path: Path, kept: list[int]) -> None:
     assert json.loads((path / "expstore.json").read_bytes())["gaps"] == []
 
 
-def test_what_costs_nothing(store: Path) -> None:
+def test_redundant_data_is_rebuilt_without_loss(store: Path) -> None:
     """zarr.json, shard indexes, the index, a page that was never written to."""
     (store / "columns/number/zarr.json").unlink()
     flip(store / "columns/next/zarr.json", 30, 2)
@@ -298,7 +298,7 @@ def place_of(number: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["expstore.json", "journal/000001"])
-def test_what_cannot_be_repaired(store: Path, name: str) -> None:
+def test_irreparable_stores_stay_unchanged(store: Path, name: str) -> None:
     (store / name).write_bytes(b"nothing")
     before = read_files(store, "LOCK")
     done = repair(store, drop_damaged=True)
@@ -318,7 +318,7 @@ def test_a_dry_run_changes_nothing(store: Path) -> None:
     assert repair(store, drop_damaged=True).lost == done.lost
 
 
-def test_who_may_not(store: Path, tmp_path: Path) -> None:
+def test_a_locked_or_missing_store_is_refused(store: Path, tmp_path: Path) -> None:
     with expstore.open(store), pytest.raises(LockedError):
         repair(store)
     with pytest.raises(NotFoundError):

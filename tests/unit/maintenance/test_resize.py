@@ -376,7 +376,7 @@ def test_rows_of_several_dims_are_whole_steps(
         assert rb.storage.last == 96
 
 
-def test_a_reader_goes_on(tmp_path: Path) -> None:
+def test_an_open_reader_continues(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "shared")
     with expstore.open(path, mode="r") as reader:
@@ -442,7 +442,7 @@ def test_the_best_rows_stay(tmp_path: Path, new: int) -> None:
     assert verify(path) == []
 
 
-def test_of_equal_rows_the_earlier_places_stay(tmp_path: Path) -> None:
+def test_of_equal_rows_the_earlier_ones_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "best.exp"
     with best(path, 6) as rb:
         values = torch.tensor([1.0, 5.0, 5.0, 5.0, 0.0, 5.0])
@@ -456,7 +456,7 @@ def test_of_equal_rows_the_earlier_places_stay(tmp_path: Path) -> None:
 # -- what cannot be ----------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_changes_nothing(tmp_path: Path) -> None:
+def test_refused_resizes_change_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     fill(path, 60, "packed")
     before = read_files(path)

@@ -56,7 +56,7 @@ def applied(steps: int) -> list[tuple[int]]:
     return [(number + 1,) for number in range(steps)]
 
 
-def test_nothing_to_do_is_said_and_nothing_is_touched(store: Path, cli: Cli) -> None:
+def test_nothing_to_do_is_reported_and_nothing_is_changed(store: Path, cli: Cli) -> None:
     before = read_files(store)
     code, out, err = cli("migrate", store)
     assert (code, err) == (0, "")

@@ -283,13 +283,13 @@ def test_the_command_on_a_store_of_which_no_row_can_be_read(
     assert name in capsys.readouterr().out
 
 
-def test_the_command_beside_a_writer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_runs_next_to_a_writer(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with expstore.open(store):
         assert run(["verify", str(store)]) == 3
     assert "has it open for writing" in capsys.readouterr().err
 
 
-def test_lanes_of_which_the_first_row_is_gone_are_no_trouble(store_path: Path) -> None:
+def test_lanes_without_their_first_row_are_read(store_path: Path) -> None:
     """What columns tell may be cut into other fragments than what was told when the rows came."""
     with expstore.open(store_path, capacity=70, seed=1) as rb:
         rb.extend(batch(29, 0), source="a")

@@ -91,7 +91,7 @@ def same(one: TensorDict, other: TensorDict) -> bool:
     return set(one.keys(True, True)) == set(other.keys(True, True)) and bool((one == other).all())
 
 
-def test_arrays_go_both_ways(server: Serving, name: str) -> None:
+def test_arrays_are_stored_and_returned(server: Serving, name: str) -> None:
     """Dicts of arrays, lists of such rows and Arrow tables are stored; batches come as dicts of arrays."""
     rb = connect(server, name, batch_size=8, seed=1)
     rows = {"a": np.arange(3), "next": {"reward": np.arange(3) / 2, "done": np.arange(3) == 2}}
@@ -195,7 +195,7 @@ def test_batches_are_the_callers_own(server: Serving, name: str) -> None:
         assert not {"id", "index"} & set(bare.keys())
 
 
-def test_iteration_goes_on_and_ends(server: Serving, name: str) -> None:
+def test_iteration_continues_and_ends(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4) as rb:
         with pytest.raises(NotReadyError):
             next(iter(rb))
@@ -309,7 +309,7 @@ def test_rows_that_are_not_taken_in(server: Serving, name: str) -> None:
         assert len(rb) == 4
 
 
-def test_what_goes_with_rows(server: Serving, folder: Path, name: str) -> None:
+def test_sources_and_annotations_are_sent_with_rows(server: Serving, folder: Path, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(15), source="robot", episode_info={"task": "peg", "n": 3})
         with pytest.raises(SchemaError, match="JSON"):
@@ -347,7 +347,7 @@ def test_priorities_are_set_by_id(server: Serving, name: str) -> None:
             rb.update_priority(id=[1, 2], priority=[1.0, 2.0, 3.0])
 
 
-def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None:
+def test_errors_are_those_of_a_local_buffer(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=4) as rb:
         with pytest.raises(NotReadyError) as caught:
             rb.sample()
@@ -392,7 +392,7 @@ def test_what_is_wrong_is_said_as_in_process(server: Serving, name: str) -> None
         lambda rb: rb.extend(batch_of(1), return_ids=False),
     ],
 )
-def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Path, act: Any) -> None:
+def test_calls_that_need_local_rows_are_refused_with_a_hint(server: Serving, folder: Path, act: Any) -> None:
     rb = RemoteReplayBuffer(
         expstore.remote.transport.Connection(Address("http://nowhere", "x"), None, timeout=1)
     )
@@ -402,9 +402,7 @@ def test_what_needs_the_rows_at_hand_says_what_to_do(server: Serving, folder: Pa
     assert caught.value.hint
 
 
-def test_torchrls_collectors_of_several_processes_are_told_why_they_cannot_write(
-    server: Serving, name: str
-) -> None:
+def test_torchrls_multiprocess_collectors_are_refused_with_a_reason(server: Serving, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
@@ -466,7 +464,7 @@ def test_samplers_are_described(server: Serving, name: str) -> None:
     "url",
     ["", "run", "ftp://host/run", "http://host", "http://host/", "http://u:p@host/run", "http://h/r?x=1"],
 )
-def test_addresses(url: str) -> None:
+def test_addresses_are_parsed_and_checked(url: str) -> None:
     with pytest.raises(ValueError, match="address"):
         expstore.connect(url)
     found = Address.of("https://host:1/behind/a%20name/")
@@ -517,7 +515,7 @@ def test_a_key_is_of_one_write(server: Serving, name: str) -> None:
         assert len(rb) == 3
 
 
-def test_a_stream_that_breaks_goes_on(server: Serving, name: str) -> None:
+def test_a_broken_stream_continues(server: Serving, name: str) -> None:
     with connect(server, name, batch_size=5000, seed=5) as rb:
         rb.extend(batch_of(50))
         wanted = list(rb.stream(12))
@@ -596,7 +594,7 @@ def test_an_interruption_ends_a_wait(server: Serving, name: str) -> None:
         assert rb.sample()["id"].shape == (4,)
 
 
-def test_closing_wakes_who_waits_for_a_server(server: Serving, name: str) -> None:
+def test_closing_wakes_threads_that_wait_for_a_server(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "" if number == 0 else "refuse") as proxy:
         rb = connect(proxy, name, batch_size=4, retries=Retries(seconds=100, first=50, longest=50))
         proxy.cut()
@@ -618,7 +616,7 @@ def test_closing_wakes_who_waits_for_a_server(server: Serving, name: str) -> Non
         assert len(found) == 1
 
 
-def test_questions(server: Serving, name: str) -> None:
+def test_queries_are_answered(server: Serving, name: str) -> None:
     with connect(server, name) as rb:
         rb.extend(batch_of(25))
         found = rb.sql("SELECT count(*) AS n, sum(action) AS s FROM transitions WHERE action >= ?", [5])
@@ -657,7 +655,7 @@ def test_versions_lie_with_the_store(server: Serving, name: str) -> None:
         rb.load(version="five")
 
 
-def test_what_cannot_be_known_again_is_not_sent_again(server: Serving, name: str) -> None:
+def test_requests_without_a_key_are_not_repeated(server: Serving, name: str) -> None:
     with Proxy(server.port, lambda number: "answer" if number == 1 else "") as proxy:
         with connect(proxy, name) as rb:
             rb.extend(batch_of(5))
@@ -754,7 +752,7 @@ def _live_through_a_kill(folder: Path, clients: int, seconds: float) -> None:
         assert dict(rb.sql("SELECT _id, action FROM transitions").fetchall()) == acknowledged
 
 
-def test_what_was_acknowledged_is_there_once_after_a_kill(tmp_path: Path) -> None:
+def test_acknowledged_rows_are_stored_once_after_a_kill(tmp_path: Path) -> None:
     _live_through_a_kill(tmp_path, 8, 6)
 
 

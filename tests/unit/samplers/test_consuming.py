@@ -224,7 +224,7 @@ def test_two_buffers_over_one_storage_count_together(tmp_path: Path) -> None:
     one.close()
 
 
-def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
+def test_sampling_continues_after_an_interruption(tmp_path: Path) -> None:
     """The journal is read again, and with it the column; a batch that was interrupted does not count."""
     whole = memory_buffer(100, seed=SEED, consume_after_n_samples=2, batch_size=7)
     with opened(tmp_path / "a.exp", capacity=100) as rb:
@@ -253,7 +253,7 @@ def test_after_an_interruption_it_goes_on_as_before(tmp_path: Path) -> None:
         assert [counts(rb), len(rb)] == expected
 
 
-def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_poisoned_handle_returns_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = opened(tmp_path / "a.exp", capacity=100)
     rb.extend(numbered_rows(90))
 
@@ -275,7 +275,7 @@ def test_a_handle_that_is_poisoned_hands_nothing_out(tmp_path: Path, monkeypatch
         assert not any(counts(rb).values())
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
     storage = MemoryStorage(10)
     for make in (ConsumingSampler, lambda n: ReplayBuffer(storage=storage, consume_after_n_samples=n)):
         for count in (True, 1.0, "1"):
@@ -311,7 +311,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "zarr"])
-def test_threads_never_hand_a_row_out_too_often(kind: str, tmp_path: Path) -> None:
+def test_threads_never_return_a_row_too_often(kind: str, tmp_path: Path) -> None:
     """Four draw while one writes and turns the ring; afterwards what is left is handed out, too."""
     rb = (
         memory_buffer(3000, seed=SEED, consume_after_n_samples=2, batch_size=64)
@@ -376,7 +376,7 @@ def test_a_draw_that_is_overtaken_keeps_what_is_still_there(monkeypatch: pytest.
     assert sum(len(batch) for batch in rb) == 240
 
 
-def test_who_cannot_write_cannot_count(tmp_path: Path) -> None:
+def test_a_reader_cannot_consume(tmp_path: Path) -> None:
     with opened(tmp_path / "a.exp", capacity=100) as rb:
         rb.extend(numbered_rows(50))
         numbers(rb, 10)
@@ -435,7 +435,7 @@ def live(rb: TensorDictReplayBuffer) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [200, None])
 @pytest.mark.parametrize("end", ["close", "kill", "kill after flush", "power cut after flush"])
-def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
     """The next 50 batches, while more rows come, are those of a buffer in RAM that has lived on."""
     path = tmp_path / "a.exp"
 
@@ -618,7 +618,7 @@ def on(disk: Disk, path: Path, count: int, size: int) -> TensorDictReplayBuffer:
 
 
 @pytest.mark.parametrize("end", ["go on", "close", "kill"])
-def test_on_a_full_disk_nothing_is_handed_out_that_is_not_counted(end: str, tmp_path: Path) -> None:
+def test_on_a_full_disk_no_uncounted_row_is_returned(end: str, tmp_path: Path) -> None:
     """A batch of which half was counted on the disk is not handed out, and does not count."""
     path, disk = tmp_path / "a.exp", FullDisk()
 

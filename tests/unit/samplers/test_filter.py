@@ -251,7 +251,7 @@ def test_changed_rows_follow_after_a_refresh(make: Callable[..., TensorDictRepla
     rb.close()
 
 
-def test_episodes_that_go_on_end_or_are_cut_follow_after_a_refresh(
+def test_changed_episodes_are_seen_after_a_refresh(
     make: Callable[..., TensorDictReplayBuffer],
 ) -> None:
     rb = make(RandomSampler(where="episode.status = 'terminated'"))
@@ -381,7 +381,9 @@ def test_a_snapshot_opened_for_reading_draws_by_the_filter(store_path: Path, tmp
         assert drawn_with(copied, 3) == expected
 
 
-def test_other_content_is_evaluated_anew(make: Callable[..., TensorDictReplayBuffer], tmp_path: Path) -> None:
+def test_other_content_is_evaluated_again(
+    make: Callable[..., TensorDictReplayBuffer], tmp_path: Path
+) -> None:
     rb = make(RandomSampler(where="kind = 2"))
     rb.extend(rows(100))
     rb.sample()
@@ -398,7 +400,7 @@ def test_other_content_is_evaluated_anew(make: Callable[..., TensorDictReplayBuf
     rb.close()
 
 
-def test_a_restart_goes_on_with_the_batch_that_would_have_come(store_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(store_path: Path) -> None:
     sampler = RandomSampler(where="kind = 2")
     with on_disk(store_path, sampler) as rb:
         rb.extend(rows(400))
@@ -447,7 +449,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("text", "why"), REFUSED.items())
-def test_what_is_no_expression_over_a_row_is_refused_by_name(text: str, why: str) -> None:
+def test_expressions_beyond_a_row_are_refused_by_name(text: str, why: str) -> None:
     with pytest.raises(QueryError, match=f"(?s){why}"):
         RandomSampler(where=text)
     with pytest.raises(QueryError, match=f"(?s){why}"):
@@ -470,7 +472,7 @@ def test_what_is_no_expression_over_a_row_is_refused_by_name(text: str, why: str
         ("no_function(kind)", None, "no_function"),
     ],
 )
-def test_what_the_rows_do_not_have_is_refused_when_they_are_known(
+def test_unknown_fields_are_refused_after_the_first_rows(
     where: str | None, weight: str | None, why: str
 ) -> None:
     rb = in_memory(RandomSampler(where=where, weight=weight))
@@ -491,7 +493,7 @@ def test_a_store_whose_fields_are_others_is_not_left_open(store_path: Path) -> N
 
 
 @pytest.mark.parametrize("weight", ["kind - 3", "'nan'::FLOAT", "1e308 * kind * 10", "kind * 1e200"])
-def test_a_weight_that_is_no_weight_is_refused_and_nothing_changed(weight: str) -> None:
+def test_invalid_weights_are_refused_and_change_nothing(weight: str) -> None:
     rb = in_memory(RandomSampler(weight=f"CASE WHEN number < 100 THEN 1 ELSE {weight} END"))
     rb.extend(rows(100))
     rb.sample()
@@ -761,7 +763,7 @@ def test_a_pass_drops_the_rest_that_fills_no_batch() -> None:
     assert len(rb.sample(100)) == 100
 
 
-def test_a_pass_goes_on_after_a_restart(store_path: Path) -> None:
+def test_a_pass_continues_after_a_restart(store_path: Path) -> None:
     def opened() -> TensorDictReplayBuffer:
         return on_disk(store_path, SamplerWithoutReplacement(where="kind = 2"))
 
@@ -774,7 +776,7 @@ def test_a_pass_goes_on_after_a_restart(store_path: Path) -> None:
     assert sorted(came) == list(range(2, 700, 7))
 
 
-def test_rows_that_match_are_handed_out_so_often(make: Callable[..., TensorDictReplayBuffer]) -> None:
+def test_matching_rows_are_drawn_the_set_number_of_times(make: Callable[..., TensorDictReplayBuffer]) -> None:
     rb = make(ConsumingSampler(2, where="kind = 2 AND episode.status = 'terminated'"))
     rb.extend(rows(75), source="a")
     wanted = [n for n in range(70) if n % 7 == 2]
@@ -846,7 +848,7 @@ def test_copies_of_others_evaluate_for_themselves(kind: str) -> None:
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_is_known_of_episodes_is_what_sql_says(
+def test_facts_of_episodes_equal_those_in_sql(
     make: Callable[..., TensorDictReplayBuffer], asked: bool
 ) -> None:
     rb = make(RandomSampler(where="episode.length > 0"), 60)
@@ -965,7 +967,7 @@ def test_a_new_row_is_not_taken_for_the_one_that_was_in_its_slot() -> None:
         assert int(rb.sample(500)["number"].max()) < 10_000
 
 
-def test_iteration_goes_on_with_rows_that_have_come_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iteration_continues_with_new_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Filter, "_hurry", lambda self, storage: None)  # as if the thread were late
     rb = in_memory(ConsumingSampler(where="kind = 2"))
     rb.extend(rows(7))

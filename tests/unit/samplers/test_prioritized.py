@@ -192,7 +192,7 @@ def test_a_storage_may_have_more_rows_than_max_capacity(capacity: int | None) ->
     assert set(rb.sample()["number"].tolist()) == set(range(30, 40))
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong in ({"alpha": -1}, {"beta": -0.1}, {"alpha": float("nan")}, {"eps": -1}, {"reduction": "sum"}):
         with pytest.raises(ValueError, match="|".join(wrong)):
             PrioritizedSampler(**wrong)  # type: ignore[arg-type]
@@ -207,7 +207,7 @@ def test_what_is_refused() -> None:
         rb.sample()
 
 
-def test_buffers_without_tensordict_keys_say_it_beside_the_batch() -> None:
+def test_buffers_without_tensordict_keys_return_it_next_to_the_batch() -> None:
     rb = PrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, storage=MemoryStorage(4), batch_size=3)
     rb.extend(numbered_rows(4))
     batch, info = rb.sample(return_info=True)
@@ -218,7 +218,7 @@ def test_buffers_without_tensordict_keys_say_it_beside_the_batch() -> None:
 
 
 @pytest.mark.parametrize("capacity", [50, None])
-def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(capacity: int | None, tmp_path: Path) -> None:
     """The tree that is made of all priorities draws as the one that has lived through them."""
 
     def opened(name: str) -> TensorDictReplayBuffer:

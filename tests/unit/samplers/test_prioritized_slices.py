@@ -164,7 +164,7 @@ def test_a_copy_finds_rows_by_itself() -> None:
     check(other, 3, 3)
 
 
-def test_a_restart_goes_on_with_the_next_batch(store_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(store_path: Path) -> None:
     def opened(**options: Any) -> TensorDictReplayBuffer:
         sampler = PrioritizedSliceSampler(60, ALPHA, BETA, slice_len=3, traj_key="episode")
         return expstore.open(store_path, sampler=sampler, batch_size=12, **options)

@@ -140,7 +140,7 @@ def test_draws_follow_from_the_seed_and_copies_find_groups_themselves() -> None:
     assert [two.sample()["n"].tolist() for _ in range(3)] == expected
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for options in ({}, {"num_groups": 1, "samples_per_group": 1}):
         with pytest.raises(TypeError, match="Exactly one of num_groups or samples_per_group"):
             PromptGroupSampler(**options)  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ def test_one_row_and_a_store_of_trillions() -> None:
     assert np.median(last - ids) == pytest.approx(1e11, rel=0.1)
 
 
-def test_what_is_refused_changes_nothing() -> None:
+def test_refused_values_change_nothing() -> None:
     sampler = RecencySampler(half_life=5, newest=10)
     for value in (0, -1, math.inf, math.nan):
         with pytest.raises(ValueError, match="half_life must be a number of rows > 0"):
@@ -91,7 +91,7 @@ def test_a_schedule_narrows_it_down() -> None:
     assert found[-1] == 100
 
 
-def test_a_restart_goes_on_with_the_next_batch(tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(tmp_path: Path) -> None:
     def opened() -> TensorDictReplayBuffer:
         return expstore.open(
             tmp_path / "a.exp", capacity=50, sampler=RecencySampler(half_life=9), batch_size=16, seed=3

@@ -135,7 +135,7 @@ def test_ends_are_marked() -> None:
     assert seen == {2, 3}
 
 
-def test_a_truncation_that_goes_on_is_no_end_of_a_slice() -> None:
+def test_a_truncation_that_continues_does_not_end_a_slice() -> None:
     """As where a collector marks the ends of its batches: the trajectory goes on in the next one."""
     rb = TensorDictReplayBuffer(storage=MemoryStorage(100), sampler=SliceSampler(slice_len=6), batch_size=6)
     cut = (torch.arange(6) % 3 == 2)[:, None]
@@ -169,7 +169,7 @@ def test_other_names_for_marks() -> None:
     assert rb.sample().get("done") is not None
 
 
-def test_plain_buffers_tell_marks_in_the_info() -> None:
+def test_plain_buffers_report_marks_in_the_info() -> None:
     rb = trajectory_buffer(6, sampler=SliceSampler(num_slices=2), kind=ReplayBuffer, batch_size=8)
     batch, info = rb.sample(return_info=True)
     assert batch.get("next") is None

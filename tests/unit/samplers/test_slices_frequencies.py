@@ -188,7 +188,7 @@ def test_an_error_of_five_percent_in_one_slice_is_seen() -> None:
     assert chi_square(counts, expected) > limit_of(len(chances))
 
 
-def test_the_two_rules_are_told_apart() -> None:
+def test_slices_by_trajectory_and_by_start_differ() -> None:
     """By trajectory, a slice of a short episode comes more often: here 1 in 4 against 1 in 10."""
     for by, chance in (("trajectory", 1 / 4), ("start", 1 / 10)):
         kept = filling(SliceSampler(slice_len=2, by=by))

@@ -118,7 +118,7 @@ def draw(rb: Any, found: dict[str, Any], rng: np.random.Generator) -> None:
     ids=["short", "long"],
 )
 @pytest.mark.parametrize("name", MAKE)
-def test_threads_beside_a_writer(name: str, seconds: float, store_path: Path) -> None:
+def test_threads_sample_while_a_writer_writes(name: str, seconds: float, store_path: Path) -> None:
     found: list[dict[str, Any]] = [{"wrong": "", "batches": 0, "oldest": 0} for _ in range(3)]
     done = threading.Event()
     with expstore.open(store_path, capacity=CAPACITY, sampler=MAKE[name](), batch_size=BATCH) as rb:
@@ -174,7 +174,7 @@ def follow(path: Path, name: str, made: Any, over: Any, answers: Any) -> None:
     ids=["short", "long"],
 )
 @pytest.mark.parametrize("name", MAKE)
-def test_a_follower_beside_a_writer(name: str, seconds: float, store_path: Path) -> None:
+def test_a_follower_reads_while_a_writer_writes(name: str, seconds: float, store_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     made, over, answers = context.Event(), context.Event(), context.Queue()
     process = context.Process(target=follow, args=(store_path, name, made, over, answers))
@@ -259,7 +259,7 @@ def faulty(**changes: Any) -> TensorDict:
         ({"frame": (2, 599)}, "torn"),
     ],
 )
-def test_what_is_wrong_is_seen(changes: dict[str, Any], words: str) -> None:
+def test_the_check_detects_wrong_rows(changes: dict[str, Any], words: str) -> None:
     said = faults(faulty(**changes))
     assert words in said
     assert bool(said) == bool(words)

@@ -57,7 +57,7 @@ def test_slices_begin_anywhere() -> None:
     assert min(firsts.values()) > 60
 
 
-def test_what_does_not_fill_a_batch_may_be_dropped() -> None:
+def test_drop_last_drops_an_incomplete_batch() -> None:
     rb = trajectory_buffer(
         3, 3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3, drop_last=True), batch_size=6
     )
@@ -82,7 +82,7 @@ def test_short_trajectories_count_if_that_is_wanted() -> None:
         trajectory_buffer(2, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6).sample()
 
 
-def test_a_pass_begins_anew_when_a_trajectory_comes() -> None:
+def test_a_pass_restarts_when_a_trajectory_is_added() -> None:
     rb = trajectory_buffer(3, 3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     rb.sample()
     rb.extend(trajectory_rows(5, 3))
@@ -134,7 +134,7 @@ def test_a_pass_is_over_the_trajectories_in_which_a_row_matches() -> None:
     assert "where='x < 0'" in repr(SliceSamplerWithoutReplacement(slice_len=3, where="x < 0"))
 
 
-def test_a_copy_goes_on_by_itself() -> None:
+def test_a_copy_continues_independently() -> None:
     rb = trajectory_buffer(3, 3, 3, sampler=SliceSamplerWithoutReplacement(slice_len=3), batch_size=6)
     rb.sample()
     copied = pickle.loads(pickle.dumps(rb.sampler))
@@ -145,7 +145,7 @@ def test_a_copy_goes_on_by_itself() -> None:
 
 
 @pytest.mark.parametrize("stop", ["close", "forget"])
-def test_a_restart_goes_on_within_the_pass(store_path: Path, stop: str) -> None:
+def test_a_restart_continues_within_the_pass(store_path: Path, stop: str) -> None:
     def opened(**options: Any) -> TensorDictReplayBuffer:
         sampler = SliceSamplerWithoutReplacement(slice_len=3)
         return expstore.open(store_path, sampler=sampler, batch_size=6, **options)

@@ -82,7 +82,7 @@ def test_a_version_ahead_of_the_consumer_is_as_fresh_as_can_be() -> None:
     assert batch["staleness"].tolist() == [0.0] * 300
 
 
-def test_weights_of_ones_own() -> None:
+def test_custom_weights() -> None:
     seen: list[torch.Tensor] = []
 
     def weights(staleness: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_wrong_weights_are_refused(weights: Any) -> None:
         rb.sample()
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong, error in (
         ({"max_staleness": -2}, ValueError),
         ({"max_staleness": 1.5}, TypeError),
@@ -313,7 +313,7 @@ def live(path: Path, capacity: int | None) -> TensorDictReplayBuffer:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
-def test_a_restart_goes_on_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_restart_continues_with_the_next_batch(capacity: int | None, end: str, tmp_path: Path) -> None:
     with live(tmp_path / "whole.exp", capacity) as whole:
         expected = [whole.sample() for _ in range(50)]
     pid = os.fork()

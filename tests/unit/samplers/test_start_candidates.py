@@ -143,7 +143,7 @@ def _changed(x: int, changed: list[int], mass: Callable[[int], float]) -> float:
     return mass(four if x in changed else x)
 
 
-def test_small_masses_count_beside_large_ones() -> None:
+def test_small_masses_count_next_to_large_ones() -> None:
     weight = "CASE WHEN x < 2000 THEN 1e9 ELSE 1e-9 * (1 + x % 3) END"
     rb = memory_buffer(2000, sampler=SliceSampler(slice_len=1, weight=weight))
     rb.extend(rows(1, 900))
@@ -201,7 +201,7 @@ def test_rows_that_left_are_not_drawn_and_new_ones_join() -> None:
     check(rb, distribution(places(rb, matches), "trajectory"))
 
 
-def test_priorities_count_beside_the_filter() -> None:
+def test_priorities_combine_with_the_filter() -> None:
     sampler = PrioritizedSliceSampler(60, 0.6, 1.0, slice_len=LENGTH, where="value >= 3")
     rb = memory_buffer(60, sampler=sampler)
     at: dict[int, int] = {}

@@ -86,7 +86,7 @@ def test_rows_from_before_are_not_new() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "kill"])
-def test_what_was_handed_out_does_not_come_again_after_a_restart(end: str, tmp_path: Path) -> None:
+def test_returned_batches_do_not_repeat_after_a_restart(end: str, tmp_path: Path) -> None:
     def opened() -> Any:
         return expstore.open(
             tmp_path / "run.exp",
@@ -121,7 +121,7 @@ def test_batches_made_ahead_and_given_back_come_again() -> None:
     assert [slices(rb.sample()) for _ in range(3)] == [[[3, 4, 5]], [[6, 7, 8]], [[9, 10, 11]]]
 
 
-def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
+def test_the_state_continues_in_another_buffer_and_in_copies() -> None:
     one, two = (
         memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
         memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3),
@@ -136,7 +136,7 @@ def test_the_state_goes_on_elsewhere_and_copies_too() -> None:
     assert slices(two.sample()) == [[6, 7, 8]]
 
 
-def test_a_version_goes_on_where_it_was_made(tmp_path: Path) -> None:
+def test_a_restored_version_continues_where_it_was_saved(tmp_path: Path) -> None:
     rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
     rb.extend(values(12))
     rb.sample()
@@ -147,7 +147,7 @@ def test_a_version_goes_on_where_it_was_made(tmp_path: Path) -> None:
     assert [slices(rb.sample())[0] for _ in range(4)] == [[3, 4, 5], [6, 7, 8], [9, 10, 11], [50, 51, 52]]
 
 
-def test_what_comes_after_empty_is_new() -> None:
+def test_rows_after_empty_are_new() -> None:
     rb = memory_buffer(seed=4, sampler=StreamingSliceSampler(slice_len=3), batch_size=3)
     rb.extend(values(11, end="terminated"))
     rb.sample()
@@ -160,7 +160,7 @@ def test_what_comes_after_empty_is_new() -> None:
     assert slices(rb.sample()) == [[30, 31, 32]]
 
 
-def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
+def test_during_writes_every_slice_is_whole_and_drawn_at_most_once() -> None:
     rb = memory_buffer(400, seed=4, sampler=StreamingSliceSampler(slice_len=4), batch_size=8)
     rb.extend(values(40))
 
@@ -183,7 +183,7 @@ def test_beside_a_writer_every_slice_comes_at_most_once_and_whole() -> None:
     assert last == 5996
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     for wrong in (1.5, True):
         with pytest.raises(TypeError, match="positive integer"):
             StreamingSliceSampler(slice_len=wrong)  # type: ignore[arg-type]
@@ -221,7 +221,7 @@ def test_other_ends_cut_trajectories() -> None:
     assert [slices(rb.sample())[0] for _ in range(3)] == [[0, 1, 2], [4, 5, 6], [7, 8, 9]]
 
 
-def test_where_they_began_is_known_when_first_rows_have_left() -> None:
+def test_slices_stay_aligned_after_first_rows_have_left() -> None:
     rb = keyed(capacity=8, traj_key="env")
     for start in range(0, 20, 5):
         rb.extend(values(5, start, env=torch.zeros(5, dtype=torch.int64)))

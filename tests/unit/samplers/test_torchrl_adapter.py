@@ -122,7 +122,7 @@ def test_the_buffer_gives_back_what_it_was_given() -> None:
     assert "Newest" in repr(make(sampler))
 
 
-def test_its_info_is_handed_out() -> None:
+def test_its_info_is_returned() -> None:
     batch, info = make(Newest()).sample(return_info=True)
     assert info["age"].tolist() == [0, 1]
     assert info["asked"] == 2
@@ -167,7 +167,7 @@ def test_an_index_has_as_many_dims_as_the_storage() -> None:
     assert sampler.told == [("extend", [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]])]
 
 
-def test_it_is_told_of_what_is_written_and_set_and_emptied() -> None:
+def test_the_sampler_is_notified_of_writes_priorities_and_empty() -> None:
     sampler = Told()
     rb = make(sampler, n=0)
     rb.extend(rows(3))
@@ -195,7 +195,7 @@ def test_priorities_of_rows_that_have_left_are_not_told() -> None:
     assert sampler.told[-1] == ("priority", [9], [2.0], 10)
 
 
-def test_iteration_ends_where_it_has_run_out_and_begins_anew() -> None:
+def test_iteration_ends_when_exhausted_and_restarts() -> None:
     rb = make(Passes())
     for _ in range(3):
         assert [batch["x"].tolist() for batch in rb] == [[0, 1], [2, 3], [4]]
@@ -213,7 +213,7 @@ def test_its_state_travels_with_the_buffers() -> None:
     assert other.sample()["x"].tolist() == [2, 3]
 
 
-def test_who_draws_by_rng_draws_the_same_after_a_restart(tmp_path: Path) -> None:
+def test_draws_by_rng_are_the_same_after_a_restart(tmp_path: Path) -> None:
     def open_again() -> Any:
         return expstore.open(tmp_path / "run.exp", capacity=100, seed=5, sampler=Chance(), batch_size=8)
 
@@ -258,7 +258,7 @@ def test_an_empty_buffer_is_refused_before_it_is_asked() -> None:
         (([17], {}), NotFoundError, "no row with index 17"),
     ],
 )
-def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -> None:
+def test_invalid_results_of_a_sampler_are_refused(drawn: Any, error: type[Exception], text: str) -> None:
     class Wrong(Newest):
         def sample(self, storage: Any, batch_size: int) -> Any:
             return drawn
@@ -267,7 +267,7 @@ def test_what_it_may_not_return(drawn: Any, error: type[Exception], text: str) -
         make(Wrong()).sample()
 
 
-def test_what_is_no_sampler_is_refused() -> None:
+def test_invalid_samplers_are_refused() -> None:
     with pytest.raises(TypeError, match="must be a name, or an object with a method sample; got int"):
         make(3)
     rb = make(None)
@@ -317,7 +317,7 @@ def test_without_replacement_says_so_itself() -> None:
     assert type(SamplerWithoutReplacement(replacement=False)) is SamplerWithoutReplacement
 
 
-def test_where_there_is_no_variant_it_is_refused() -> None:
+def test_samplers_without_that_variant_refuse_it() -> None:
     class Mine(RandomSampler):
         pass
 

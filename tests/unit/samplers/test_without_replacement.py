@@ -28,7 +28,7 @@ def numbers(rb: TensorDictReplayBuffer) -> list[list[int]]:
     ("size", "drop_last", "lengths"),
     [(4, False, [4, 4, 2]), (4, True, [4, 4]), (5, True, [5, 5]), (16, False, [10])],
 )
-def test_a_pass(size: int, drop_last: bool, lengths: list[int]) -> None:
+def test_a_pass_draws_each_row_at_most_once(size: int, drop_last: bool, lengths: list[int]) -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=drop_last), batch_size=size)
     rb.extend(numbered_rows(10))
     passes = [numbers(rb) for _ in range(20)]
@@ -78,7 +78,7 @@ def test_large_passes_are_shuffled_well() -> None:
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
 
 
-def test_a_pass_begins_anew_when_the_number_of_rows_changes() -> None:
+def test_a_pass_restarts_when_the_number_of_rows_changes() -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(), batch_size=4)
     rb.extend(numbered_rows(6))
     rb.sample()
@@ -107,7 +107,7 @@ def test_rows_given_up_before_others_take_their_places() -> None:
     assert sorted(again.ids.tolist()) == [7, 8, 9, 10]
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     rb = memory_buffer(10, sampler=SamplerWithoutReplacement(drop_last=True), batch_size=11)
     with pytest.raises(NotReadyError, match="empty storage"):
         rb.sample()
@@ -141,7 +141,9 @@ def opened(path: Path, **keywords: Any) -> TensorDictReplayBuffer:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("capacity", [50, 200, None])
 @pytest.mark.parametrize("end", ["close", "kill after flush", "kill"])
-def test_a_restart_goes_on_in_the_middle_of_a_pass(capacity: int | None, end: str, tmp_path: Path) -> None:
+def test_a_pass_continues_in_the_middle_after_a_restart(
+    capacity: int | None, end: str, tmp_path: Path
+) -> None:
     def live(path: Path) -> TensorDictReplayBuffer:
         rb = opened(path, capacity=capacity)
         rb.extend(numbered_rows(120))

@@ -92,7 +92,7 @@ def test_values_come_back_as_they_were(data: st.DataObject) -> None:
         ([np.zeros((2, 2))], "cannot be kept"),
     ],
 )
-def test_what_would_not_come_back_is_refused(values: list[Any], words: str) -> None:
+def test_lossy_values_are_refused(values: list[Any], words: str) -> None:
     with pytest.raises(SchemaError, match=words) as found:
         column_of(("next", "text"), values)
     assert "next.text" in str(found.value)
@@ -105,7 +105,7 @@ def test_lists_without_end_are_refused() -> None:
         column_of(("a",), [endless])
 
 
-def test_what_becomes_of_tuples_missing_members_and_numbers() -> None:
+def test_tuples_missing_members_and_numbers_are_converted() -> None:
     assert column_of(("a",), [(1, 2), None]).to_pylist() == [[1, 2], None]
     assert column_of(("a",), [{"x": 1}, {"y": "b"}]).to_pylist() == [
         {"x": 1, "y": None},

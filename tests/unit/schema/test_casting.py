@@ -67,7 +67,7 @@ def test_tensors_that_may_lose_something_are_refused(given: tuple[Any, str], wan
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
-def test_tensors_that_arrow_does_not_know_are_no_lists_of_numbers(dtype: str) -> None:
+def test_tensor_types_unknown_to_arrow_are_not_lists_of_numbers(dtype: str) -> None:
     column, name = tensors(dtype, (None,), [(2,), (1,)])
     with pytest.raises(SchemaError, match=dtype):
         fit_arrow(KEY, type_text(column.type), column, name)

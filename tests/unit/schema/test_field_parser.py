@@ -55,12 +55,12 @@ def test_types_by_key_are_a_schema() -> None:
         (3, "is no type"),
     ],
 )
-def test_what_is_no_type_is_refused(given: Any, words: str) -> None:
+def test_invalid_types_are_refused(given: Any, words: str) -> None:
     with pytest.raises(SchemaError, match=words):
         schema_of({"b": "int8", "next": {"a": given}})
 
 
-def test_what_is_no_schema_is_refused() -> None:
+def test_invalid_schemas_are_refused() -> None:
     with pytest.raises(TypeError, match="schema= takes"):
         schema_of([Field(("a",), "int8", ())])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="key of schema="):

@@ -54,7 +54,7 @@ def arrange(given: dict[tuple[str, ...], tuple[str, np.ndarray]], **options: boo
         ("next", "a\\b"),
     ],
 )
-def test_names_that_are_no_paths_are_refused(key: tuple[str, ...]) -> None:
+def test_names_that_are_not_paths_are_refused(key: tuple[str, ...]) -> None:
     with pytest.raises(SchemaError, match="key ") as caught:
         Schema([Field(key, "int8", ())])
     assert repr(key) in str(caught.value)

@@ -229,7 +229,7 @@ def test_more_of_torchrls_answers() -> None:
         lambda lib: lib.Composite(shape=(2,), names=["a"]).refine_names("b"),
     ],
 )
-def test_what_torchrl_refuses_is_refused_by_the_same_error(act: Recipe) -> None:
+def test_calls_that_torchrl_refuses_raise_the_same_error(act: Recipe) -> None:
     with pytest.raises(Exception) as theirs:
         act(torchrl.data)
     with pytest.raises(type(theirs.value)):
@@ -246,7 +246,7 @@ def test_a_lacking_key_is_not_in_the_spec() -> None:
     assert spec.is_in({"a": torch.tensor(1), "more": 3})
 
 
-def test_what_no_spec_is_known_of_goes_along() -> None:
+def test_fields_without_a_spec_are_kept() -> None:
     spec = Composite(a=Categorical(3, shape=(1, 2)), n=None, shape=(1, 2))
     for made in (
         spec[0],
@@ -434,7 +434,7 @@ def test_a_stack_of_composites_is_torchrls() -> None:
     assert "own" in repr(here)
 
 
-def test_what_is_set_in_a_stack_is_set_in_its_parts() -> None:
+def test_setting_a_stack_sets_its_parts() -> None:
     spec = agents(expstore.specs)
     spec["new", "one"] = Categorical(7, shape=(2,))
     assert spec.parts[0]["new", "one"].n == 7
@@ -492,7 +492,7 @@ def test_a_stack_of_leaves_is_torchrls() -> None:
 
 
 @pytest.mark.parametrize("act", ["reshape", "cardinality", "index", "flatten"])
-def test_what_means_nothing_for_a_stack_is_refused(act: str) -> None:
+def test_meaningless_calls_of_a_stack_are_refused(act: str) -> None:
     args: dict[str, tuple[Any, ...]] = {"reshape": (2,), "index": (0, 0), "flatten": (0, 1)}
     for spec in (agents(expstore.specs), torch.stack([Categorical(2), Categorical(3)])):
         with pytest.raises(NotImplementedError):

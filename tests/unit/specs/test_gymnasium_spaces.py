@@ -109,7 +109,7 @@ def test_specs_and_spaces_contain_each_others_values(space: spaces.Space[Any], s
     assert space.contains(unnested(space, spec.to_numpy(drawn)))
 
 
-def test_what_a_space_becomes() -> None:
+def test_spaces_become_specs() -> None:
     assert from_space(spaces.Discrete(3)) == Categorical(3)
     assert from_space(spaces.Discrete(3, start=-1)) == Bounded(-1, 1, shape=(), dtype=torch.int64)
     assert from_space(spaces.MultiDiscrete([3, 2])) == MultiCategorical([3, 2])
@@ -170,7 +170,7 @@ def test_specs_without_a_space_are_refused(spec: Any, reason: str) -> None:
         to_space(spec)
 
 
-def test_what_is_no_space_is_refused() -> None:
+def test_invalid_spaces_are_refused() -> None:
     with pytest.raises(TypeError, match="not a supported gymnasium space"):
         from_space(3)
 

@@ -165,7 +165,7 @@ def test_environments_of_others_are_named() -> None:
         to_space("x")  # type: ignore[arg-type]
 
 
-def test_a_text_that_is_none_says_where_one_comes_from() -> None:
+def test_invalid_text_is_refused_with_a_hint() -> None:
     for wrong in ("x", "{}", "[]", '{"version": 1}', '{"version": 1, "spec": {"kind": "Nope"}}'):
         with pytest.raises(CorruptionError, match="pass the text that to_text returned") as caught:
             from_text(wrong)

@@ -205,7 +205,7 @@ def test_masks_that_were_set_later_stay() -> None:
     assert to_torchrl(spec).mask.tolist() == [[True, False], [True, False]]
 
 
-def test_what_text_cannot_represent_is_refused() -> None:
+def test_specs_without_json_form_are_refused() -> None:
     for data in (object(), math.nan, {1: 2}, [torch.zeros(2)], (1, 2)):
         with pytest.raises(SchemaError, match="JSON cannot represent"):
             to_text(NonTensor(example_data=data))
@@ -241,7 +241,7 @@ def test_text_of_a_newer_version_says_so() -> None:
         from_text('{"version": 2, "spec": {"kind": "Composite", "specs": {}}}')
 
 
-def test_what_a_text_says_of_fields() -> None:
+def test_fields_of_a_spec_text() -> None:
     one = Composite(a=Categorical(2, shape=(3,)), b=Categorical(2))
     stack = torch.stack([one, Composite(a=Categorical(2, shape=(4,)))])
     text = to_text(Composite({"x": Bounded(0, 1, shape=(2,)), ("n", "y"): None, "s": stack}, shape=()))

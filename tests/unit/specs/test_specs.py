@@ -540,7 +540,9 @@ def test_errors_read_alike(make: Callable[[Any], Any], error: type[Exception], t
         ),
     ],
 )
-def test_what_has_no_meaning_is_refused(make: Callable[[], Any], error: type[Exception], text: str) -> None:
+def test_meaningless_arguments_are_refused(
+    make: Callable[[], Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         make()
 

@@ -52,7 +52,7 @@ def test_bits_of_bfloat16_are_numbers(shape: tuple[int | None, ...]) -> None:
     assert flat.to_pylist() == [float(n) for n in range(int(shapes[0].prod()), items)]
 
 
-def test_what_duckdb_knows_is_not_touched() -> None:
+def test_types_that_duckdb_knows_are_unchanged() -> None:
     column = pa.array([["a"], None])
     converter = SqlValues(type_text(column.type))
     assert converter.of(column) is column

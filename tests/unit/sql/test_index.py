@@ -253,7 +253,7 @@ def test_a_second_commit_of_the_same_changes_nothing(index: Index) -> None:
     assert contents(index) == after != before
 
 
-def test_what_was_there_is_replaced(index: Index) -> None:
+def test_existing_rows_are_replaced(index: Index) -> None:
     index.commit(FIRST)
     index.commit(
         delta(
@@ -344,7 +344,7 @@ def test_the_last_commit_writes_everything_and_lets_go_of_the_file(
     assert rows(index, "FROM meta") == [("a", "2")]
 
 
-def test_info_that_is_no_json_is_refused_and_nothing_taken(index: Index) -> None:
+def test_invalid_json_is_refused_and_nothing_is_committed(index: Index) -> None:
     index.commit(FIRST)
     with pytest.raises(StorageError, match="JSON"):
         index.commit(delta((1, 5), [episode(3, info="{")]))
@@ -478,7 +478,7 @@ def test_half_precision_reads_as_float(index: Index, rng: np.random.Generator, s
     ] == pytest.approx(visible[:100][half[:100] < 0, 1].mean(dtype=np.float64))
 
 
-def test_a_field_of_two_dims_beside_half_precision(index: Index) -> None:
+def test_a_two_dimensional_field_next_to_half_precision(index: Index) -> None:
     """Rows that pass a filter have their own values, also where they are read in several batches."""
     ids = np.arange(1, 140_001)
     frames = np.stack([ids, -ids, ids * 2, ids * 3], 1).reshape(-1, 2, 2)
@@ -657,7 +657,7 @@ def test_whatever_does_not_only_read_is_refused(index: Index, tmp_path: Path) ->
         ("SELECT fleur(1)", "Catalog Error: Scalar Function with name fleur does not exist", ""),
     ],
 )
-def test_what_duckdb_refuses_names_what_is_missing_and_what_there_is(
+def test_errors_of_duckdb_name_missing_and_existing_columns(
     index: Index, sql: str, message: str, hint: str
 ) -> None:
     with pytest.raises(QueryError) as caught:
@@ -1215,7 +1215,7 @@ def test_a_rebuild_that_fails_at_any_act_can_be_repeated(path: Path) -> None:
     assert fail_at >= 3
 
 
-def test_a_leftover_of_a_broken_rebuild_is_no_trouble(path: Path) -> None:
+def test_files_of_an_interrupted_rebuild_are_ignored(path: Path) -> None:
     path.with_name("index.tmp").write_bytes(b"half")
     path.with_name("index.tmp.wal").write_bytes(b"half")
     path.with_name("index.duckdb.wal").write_bytes(b"of another file")

@@ -70,7 +70,7 @@ def test_a_changed_step_is_refused(con: duckdb.DuckDBPyConnection) -> None:
     assert len(read_applied(con)) == 1
 
 
-def test_line_endings_are_no_change() -> None:
+def test_line_endings_do_not_count_as_changes() -> None:
     assert Migration(1, "a", "x;\ny;\n").checksum == Migration(1, "a", "x;\r\ny;\r\n").checksum
 
 
@@ -90,7 +90,7 @@ def test_missing_numbers_are_refused(tmp_path: Path, names: list[str]) -> None:
         migrations(tmp_path)
 
 
-def test_other_files_are_no_steps(tmp_path: Path) -> None:
+def test_other_files_are_ignored(tmp_path: Path) -> None:
     for name in ("0001_a.sql", "README.md", "1_b.sql", "0002_b.sql.orig"):
         (tmp_path / name).write_text("SELECT 1;")
     assert [str(step) for step in migrations(tmp_path)] == ["0001_a"]

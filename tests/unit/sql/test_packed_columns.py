@@ -177,7 +177,7 @@ def test_too_much_at_once_is_refused(store_path: Path, monkeypatch: pytest.Monke
         assert rb.sql("SELECT count(*) FROM transitions").fetchall() == [(CAPACITY,)]
 
 
-def test_damage_is_said_where_rows_are_needed(store_path: Path) -> None:
+def test_damage_is_reported_when_rows_are_needed(store_path: Path) -> None:
     with make(store_path) as rb:
         assert rb.schema is not None
     shard = next((store_path / "columns/image").glob("c.*"))

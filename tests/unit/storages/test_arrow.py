@@ -194,7 +194,7 @@ def test_segments_whose_rows_have_left_a_ring_go_after_the_mark(
     storage.close()
 
 
-def test_what_is_emptied_frees_its_segments(tmp_path: Path, tiny: None) -> None:
+def test_empty_frees_segments(tmp_path: Path, tiny: None) -> None:
     storage = new(tmp_path / "a.exp")
     for _ in range(8):
         put(storage, 30)
@@ -305,7 +305,7 @@ LEFT = [(1,), (3, 2, 1), (20,), (1, 30, 1), (30, 1, 1), (1, 1, 200)]
         *(pytest.param(counts, "sync", marks=pytest.mark.torture) for counts in LEFT if counts != (1, 30, 1)),
     ],
 )
-def test_what_returned_is_there_when_nobody_closed_the_store(
+def test_returned_rows_survive_without_close(
     tmp_path: Path, tiny: None, compression: Any, counts: tuple[int, ...], durability: Any
 ) -> None:
     storage = new(

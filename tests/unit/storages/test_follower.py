@@ -209,7 +209,7 @@ def test_priorities_are_the_writers(
             assert len(set(priorities(reader))) > 10
 
 
-def test_what_follows_from_priorities_is_computed_again(closed: Path) -> None:
+def test_following_priorities_changes_the_version(closed: Path) -> None:
     storage = FollowerStorage(closed)
     before = storage.version
     storage.follow()

@@ -86,7 +86,7 @@ def test_an_opening_leaves_no_file_open(store_path: Path, kind: str, close: bool
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_opening_beside_a_writer_leaves_no_file_open(store_path: Path, kind: str) -> None:
+def test_opening_next_to_a_writer_leaves_no_file_open(store_path: Path, kind: str) -> None:
     with open_new(store_path, kind) as rb:
         rb.extend(rows(kind, 30))
         open_often(store_path, 1, close=True)

@@ -596,7 +596,7 @@ def test_a_writer_out_of_sight_is_known_by_its_heartbeat(
         same_answers(rb, seen)
 
 
-def test_a_number_that_another_process_has_got_is_no_writer(store_path: Path) -> None:
+def test_a_reused_process_id_is_not_a_writer(store_path: Path) -> None:
     in_a_fork(lambda: write_and_die(store_path))
     disk = ReadingDisk()
     disk.process_start = lambda pid: time.time() + 5  # type: ignore[method-assign]
@@ -606,7 +606,7 @@ def test_a_number_that_another_process_has_got_is_no_writer(store_path: Path) ->
     storage.close()
 
 
-def test_a_writer_that_is_not_known_of_is_followed_by_what_it_leaves(store_path: Path) -> None:
+def test_an_unknown_writer_is_followed_through_its_files(store_path: Path) -> None:
     """As over a file system of another machine: what STATE says is not believed, only that it moved."""
     disk = ReadingDisk()
     disk.boot_id = lambda: b"another start..."  # type: ignore[method-assign]
@@ -642,7 +642,7 @@ def test_the_page_of_another_format_is_not_believed(store_path: Path) -> None:
         assert sorted(seen["a"].tolist()) == list(range(22, 72))
 
 
-def test_a_fence_keeps_words_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fence_keeps_counters_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors that show stores in another order get a fence; what is read is the same."""
     monkeypatch.setattr("expstore.storages.format.control_page._ORDERED", False)
     page = StatePage(Disk(), tmp_path / "STATE")

@@ -29,7 +29,7 @@ def run(answers: Any, name: str, work: Callable[..., Any], *arguments: Any) -> N
 
 
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(30.0, marks=pytest.mark.torture)])
-def test_followers_beside_a_writer(store_path: Path, seconds: float) -> None:
+def test_followers_read_while_a_writer_writes(store_path: Path, seconds: float) -> None:
     context = multiprocessing.get_context("fork")
     answers, made, ready = context.Queue(), context.Event(), context.Barrier(3)
     tasks = [
@@ -70,7 +70,7 @@ def faulty(**changes: Any) -> TensorDict:
         ({"version": 0}, "half a change"),
     ],
 )
-def test_what_is_wrong_is_seen(changes: dict[str, Any], words: str) -> None:
+def test_the_check_detects_wrong_rows(changes: dict[str, Any], words: str) -> None:
     said = store_processes.faults(faulty(**changes), torch.arange(100, 105))
     assert words in said
     assert bool(said) == bool(words)

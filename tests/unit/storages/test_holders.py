@@ -15,7 +15,7 @@ class Buffer:
         self.heard.append(storage)
 
 
-def test_all_are_told_and_none_is_kept_alive() -> None:
+def test_all_holders_are_notified_and_held_weakly() -> None:
     holders, one, other = Holders(), Buffer(), Buffer()
     for buffer in (one, other, one):
         holders.add(buffer)

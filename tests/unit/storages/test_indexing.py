@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_syncs")  # nothing here is about what a
 
 
 @pytest.mark.parametrize("kind", ["memory", "zarr"])
-def test_of_a_row_given_twice_the_last_value_counts(tmp_path: Path, kind: str) -> None:
+def test_a_row_given_twice_gets_the_last_value(tmp_path: Path, kind: str) -> None:
     """Whatever the order in which rows are named, each gets its own value."""
     storage = expstore.MemoryStorage(20) if kind == "memory" else expstore.ZarrStorage(tmp_path / "a.exp", 20)
     with expstore.TensorDictReplayBuffer(storage=storage) as rb:

@@ -119,7 +119,7 @@ def test_one_dim_is_the_plain_case(make: Callable[..., Storage]) -> None:
     assert "dims" not in meta_relation(storage)
 
 
-def test_what_is_no_cell(make: Callable[..., Storage]) -> None:
+def test_missing_cells_are_refused(make: Callable[..., Storage]) -> None:
     storage = make(12, ndim=2)
     with pytest.raises(NotFoundError, match=r"\[0, 0\].*shape \[0, 0\]"):
         storage.geometry.ravel(np.array([[0, 0]]), storage.window)

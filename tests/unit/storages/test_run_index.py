@@ -56,7 +56,7 @@ def test_rows_are_located() -> None:
     assert runs.ids(numbers[:6], steps[:6]).tolist() == [9, 8, 7, 6, 5, 4]
 
 
-def test_who_asks_is_told_what_has_changed() -> None:
+def test_changed_since_reports_changes() -> None:
     rb = ReplayBuffer(storage=MemoryStorage(100))
     runs = rb.storage.runs
     rb.extend(trajectory_rows(1, 3))

@@ -9,7 +9,7 @@ from expstore.storages.snapshot_pin import SnapshotPin
 from expstore.storages.stats import Counters
 
 
-def test_who_need_not_wait_does_not() -> None:
+def test_wait_returns_at_once_when_free() -> None:
     counters = Counters()
     pin = SnapshotPin(LockOrder(), counters)
     pin.wait()

@@ -95,7 +95,7 @@ def test_lists_without_bound(kind: Callable[..., Storage]) -> None:
         (LazyStackStorage, "compilable", False),
     ],
 )
-def test_what_has_no_meaning_is_refused_with_a_reason(
+def test_meaningless_options_are_refused_with_a_reason(
     kind: Callable[..., Storage], option: str, plain: bool, own_temporary_files: Path
 ) -> None:
     kind(10, **{option: plain}).close()
@@ -153,7 +153,7 @@ def test_rows_of_tensors(kind: Callable[..., Storage]) -> None:
     rb.close()
 
 
-def test_what_a_storage_is() -> None:
+def test_storage_classes_have_torchrls_bases() -> None:
     assert issubclass(LazyStackStorage, ListStorage)
     assert issubclass(LazyTensorStorage, TensorStorage)
     assert issubclass(TensorStorage, MemoryStorage)
@@ -279,7 +279,7 @@ def test_rows_that_are_there_may_make_room(tmp_path: Path, how: str) -> None:
     rb.close()
 
 
-def test_a_folder_that_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for options in ({}, {"existsok": True}, {"auto_cleanup": True}):
         with pytest.raises(StateError, match=r"notes\.txt"):
@@ -337,7 +337,7 @@ def test_a_folder_goes_when_the_program_ends(tmp_path: Path, given: bool) -> Non
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_folder_goes_when_the_program_is_told_to_end(number: int) -> None:
+def test_signals_remove_a_temporary_folder(number: int) -> None:
     with start("while True:\n    signal.pause()") as program:
         assert program.stdout is not None
         folder = Path(program.stdout.readline().strip())
@@ -493,7 +493,7 @@ def test_rows_of_different_shapes() -> None:
     assert storage.get([0, 2]).get("tokens", as_list=True)[1].tolist() == [0, 1]
 
 
-def test_rows_are_handed_out_on_the_storages_device() -> None:
+def test_rows_are_returned_on_the_storages_device() -> None:
     storage = LazyTensorStorage(10, device="meta")
     rb = filled(storage)
     assert storage.get(range(3))["a"].device.type == "meta"

@@ -249,13 +249,13 @@ def test_importing_the_suite_loads_no_test_library() -> None:
         (torch.zeros(2, dtype=torch.bfloat16), -torch.zeros(2, dtype=torch.bfloat16)),
     ],
 )
-def test_what_is_not_the_same_is_told(found: Any, expected: Any) -> None:
+def test_same_reports_differences(found: Any, expected: Any) -> None:
     with pytest.raises(AssertionError, match="the rows"):
         same(found, expected, "the rows")
     same(expected, expected, "the rows")
 
 
-def test_what_should_be_refused_and_is_not() -> None:
+def test_raises_reports_a_missing_error() -> None:
     with pytest.raises(AssertionError, match="an act: no SchemaError or KeyError"):
         with raises(SchemaError, KeyError, what="an act"):
             pass

@@ -107,7 +107,7 @@ def test_rewards_of_agents_go_with_one_flag() -> None:
     close(made, TheirMultiStep(0.5, 2)(data.clone()))
 
 
-def test_what_is_masked_is_no_step() -> None:
+def test_masked_steps_are_skipped() -> None:
     data = rollout([[False] * 4, [False, True, False, False]])
     data["collector", "mask"] = torch.tensor([[True] * 3 + [False], [True, True, False, False]])
     made = MultiStep(1.0, 3)(data)
@@ -133,7 +133,7 @@ def test_numbers_out_of_bounds_are_refused() -> None:
         assert str(ours.value).startswith(str(theirs.value))
 
 
-def test_what_is_no_number_is_told() -> None:
+def test_invalid_numbers_are_refused() -> None:
     for gamma in (None, "x"):
         with pytest.raises(TypeError, match=f"gamma is a discount.*{gamma!r}"):
             MultiStep(gamma, 3)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def test_what_is_no_number_is_told() -> None:
         MultiStep(0.9, 0)
 
 
-def test_batches_that_do_not_fit_are_told() -> None:
+def test_batches_that_do_not_fit_are_refused() -> None:
     data = rollout([False, True])
     with pytest.raises(SchemaError, match=r"no 'next\.reward'.*'next\.done'"):
         MultiStep(0.9, 2)(data.exclude(("next", "reward")))
@@ -152,7 +152,7 @@ def test_batches_that_do_not_fit_are_told() -> None:
         MultiStep(0.9, 2)(agents)
 
 
-def test_state_and_words_are_those_of_a_module() -> None:
+def test_state_dict_and_repr_are_those_of_a_module() -> None:
     ours, theirs = MultiStep(0.9, 3), TheirMultiStep(0.9, 3)
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert torch.equal(ours.gammas, theirs.gammas)
@@ -194,7 +194,7 @@ def test_another_dim_may_be_time() -> None:
         DensifyReward(time_dim=5)(data)
 
 
-def test_rewards_that_do_not_fit_are_told() -> None:
+def test_rewards_that_do_not_fit_are_refused() -> None:
     data = TensorDict({"next": {"reward": torch.zeros(3, 1), "done": torch.zeros(3, dtype=torch.bool)}}, [3])
     with pytest.raises(RuntimeError, match="expected to have the same shape"):
         DensifyReward()(data)

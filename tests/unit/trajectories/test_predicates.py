@@ -119,7 +119,7 @@ def test_functions_of_a_trajectory_are_conditions() -> None:
     assert lengths_of(memory_buffer(rows=steps(*LENGTHS)).query(lambda t: t.length == 3)) == [3]
 
 
-def test_what_is_no_condition() -> None:
+def test_invalid_conditions_are_refused() -> None:
     for act in (
         memory_buffer(rows=steps(*LENGTHS)).query,
         lambda condition: filter_trajectories(steps(*LENGTHS), condition),
@@ -143,7 +143,7 @@ def test_what_is_no_condition() -> None:
 
 @pytest.mark.parametrize("names", [True, False])
 @pytest.mark.filterwarnings("ignore:No field identifies")
-def test_rows_are_parted_by_names_or_ends(names: bool) -> None:
+def test_rows_are_split_by_names_or_ends(names: bool) -> None:
     data = steps(*LENGTHS, traj_key=("collector", "traj_ids") if names else None)
     data["next", "done"][-1] = False
     assert lengths_of(iter_trajectories(data)) == list(LENGTHS)
@@ -376,7 +376,7 @@ def test_a_transform_of_which_nothing_is_known_is_done_first() -> None:
     assert lengths_of(rb.query(traj.bonus.last() > 3)) == [7]
 
 
-def test_a_query_beside_a_fast_writer_never_mixes_rows() -> None:
+def test_a_query_during_fast_writes_never_mixes_rows() -> None:
     rb = TensorDictReplayBuffer(storage=MemoryStorage(64, seed=1))
     rb.extend(steps(*(8,) * 8))
     stop = threading.Event()

@@ -142,7 +142,7 @@ def test_stacked_batches_are_split() -> None:
     assert_same(split_trajectories(lazy_stack(list(data.unbind(0)))), split_trajectories(data))
 
 
-def test_what_cannot_be_split_is_told() -> None:
+def test_unsplittable_data_is_refused() -> None:
     with pytest.raises(SchemaError, match=r"no field 'next\.done'.*trajectory_key"):
         split_trajectories(TensorDict({"x": torch.zeros(3)}, [3]))
     with pytest.raises(SchemaError, match="no steps"):
@@ -200,7 +200,7 @@ def test_trajectories_in_rings_are_torchrls(
         assert torch.equal(own, their)
 
 
-def test_what_no_trajectory_can_be_found_in_is_told_as_torchrl_does() -> None:
+def test_data_without_trajectories_raises_torchrls_errors() -> None:
     end = torch.tensor([False, True])
     wrong: list[dict[str, Any]] = [
         {},
@@ -230,7 +230,7 @@ def test_names_are_those_of_torchrl() -> None:
     assert expstore.split_trajectories is split_trajectories
 
 
-def test_what_is_no_batch_and_what_is_no_key_are_told() -> None:
+def test_invalid_batches_and_keys_are_refused() -> None:
     with pytest.raises(TypeError, match="takes steps as a TensorDict.*NoneType"):
         split_trajectories(None)  # type: ignore[arg-type]
     steps = TensorDict({("next", "done"): torch.zeros(3, dtype=torch.bool)}, [3])

@@ -322,7 +322,7 @@ def test_there_is_no_look_without_a_step_transform(monkeypatch: pytest.MonkeyPat
 # -- in time ----------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_drawn_again_when_a_row_beside_it_is_overwritten() -> None:
+def test_a_batch_is_drawn_again_when_a_neighbouring_row_is_overwritten() -> None:
     storage = MemoryStorage(10, seed=3)
     # A row is read, and then that before it overwritten: the ring has no row to spare.
     rb = ReplayBuffer(storage=storage, batch_size=1)
@@ -359,7 +359,7 @@ def test_a_batch_is_drawn_again_when_rows_were_changed() -> None:
     assert (rb[:]["before"] >= 7000).all()
 
 
-def test_what_was_seen_ahead_of_time_is_still_there_when_it_is_handed_out() -> None:
+def test_neighbours_read_by_prefetching_are_still_stored_on_delivery() -> None:
     rb = TensorDictReplayBuffer(
         storage=MemoryStorage(12, seed=4), transform=Around(), batch_size=1, prefetch=3
     )
@@ -397,7 +397,7 @@ def goals(path: Path, count: int, **options: Any) -> list[list[int]]:
         return [rb.sample()["goal"].tolist() for _ in range(count)]
 
 
-def test_what_is_drawn_while_looking_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_goals_drawn_by_transforms_continue_after_a_restart(tmp_path: Path) -> None:
     whole = goals(tmp_path / "a.exp", 6, seed=7, episodes={"traj": "episode"})
     assert goals(tmp_path / "b.exp", 2, seed=7, episodes={"traj": "episode"}) == whole[:2]
     assert goals(tmp_path / "b.exp", 4) == whole[2:]
@@ -439,7 +439,7 @@ def test_without_a_buffer_it_is_refused() -> None:
         assert "transform=" in str(caught.value)
 
 
-def test_no_store_is_made_where_a_transform_is_none(tmp_path: Path) -> None:
+def test_no_store_is_created_for_an_invalid_transform(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="must be either a Transform instance or a callable"):
         expstore.open(tmp_path / "run.exp", batches=expstore.Batches(transform=3))
     assert not (tmp_path / "run.exp").exists()

@@ -145,7 +145,7 @@ def test_insert_counts_as_lists_do_and_refuses_beyond() -> None:
 
 
 @pytest.mark.parametrize("wrong", [3, "text", object()])
-def test_what_is_no_transform_is_refused(wrong: object) -> None:
+def test_invalid_transforms_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError, match="must contain only transforms or callable"):
         Compose(wrong)
     chain = Compose()
@@ -155,7 +155,7 @@ def test_what_is_no_transform_is_refused(wrong: object) -> None:
         Compose.of(wrong)
 
 
-def test_of_takes_none_a_chain_and_anything_else() -> None:
+def test_of_accepts_none_a_chain_or_a_transform() -> None:
     chain = Compose(increase)
     assert Compose.of(chain) is chain
     assert len(Compose.of(None)) == 0

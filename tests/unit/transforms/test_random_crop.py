@@ -86,7 +86,7 @@ def test_every_start_has_the_same_chance(masked: bool) -> None:
     assert chi_square(counts, chances) < limit_of(chances.size)
 
 
-def test_what_cannot_be_cropped_is_told() -> None:
+def test_uncroppable_data_is_refused() -> None:
     with pytest.raises(RuntimeError, match="Cannot sub-sample from a tensordict with an empty shape"):
         RandomCropTensorDict(2)(TensorDict({"x": torch.zeros(3)}, []))
     with pytest.raises(RuntimeError, match=r"Cannot sample trajectories of length 5 along dimension -1"):
@@ -140,7 +140,7 @@ def test_stretches_follow_from_the_draw(tmp_path: Path, prefetch: int) -> None:
     rb.close()
 
 
-def test_copies_go_on_with_the_next_stretches() -> None:
+def test_copies_continue_with_the_next_stretches() -> None:
     rb = memory_buffer(50, seed=7, batch_size=4, transform=RandomCropTensorDict(3), generator=seeded(5))
     rb.extend(trajectories(20, 10))
     rb.sample()
@@ -177,7 +177,7 @@ def test_slices_are_cropped_where_they_have_a_dim() -> None:
     assert (sample["x"] // 20 == (sample["x"] // 20)[:, :1]).all()
 
 
-def test_transforms_of_ones_own_are_handed_the_numbers_of_the_draw() -> None:
+def test_custom_transforms_receive_the_generator_of_the_draw() -> None:
     class Noise:
         draws = True
 

@@ -295,7 +295,7 @@ def buffer(transform: Any, rows: TensorDict | None = None, **options: Any) -> Te
     return memory_buffer(seed=1, transform=transform, rows=rows, **options)
 
 
-def test_what_is_stored_stays_and_n_steps_can_change() -> None:
+def test_stored_rows_stay_unchanged_and_n_steps_can_change() -> None:
     multi = MultiStepTransform(n_steps=3, gamma=0.5)
     rb = buffer(multi, counted(6, ends=5))
     assert rb[:]["next", "reward"].flatten().tolist() == [1.75, 1.75, 1.75, 1.5, 1.0, 1.0]
@@ -310,7 +310,7 @@ def test_what_is_stored_stays_and_n_steps_can_change() -> None:
     assert multi.n_steps == 2
 
 
-def test_batches_made_ahead_by_another_number_are_made_anew() -> None:
+def test_batches_prefetched_with_another_number_are_redrawn() -> None:
     multi = MultiStepTransform(n_steps=2, gamma=0.5)
     rb = buffer(multi, counted(6), prefetch=3, batch_size=32)
 
@@ -327,7 +327,7 @@ def test_batches_made_ahead_by_another_number_are_made_anew() -> None:
     assert rb.sample()["gamma"].eq(1).all()
 
 
-def test_a_truncation_ends_a_sum_and_the_episode_goes_on() -> None:
+def test_a_truncation_ends_a_sum_but_not_the_episode() -> None:
     rows = counted(6)
     rows["next", "truncated"] = torch.tensor([0, 0, 1, 0, 0, 0], dtype=torch.bool)[:, None]
     rows["collector", "traj_ids"] = torch.full((6,), 4)
@@ -369,7 +369,7 @@ def test_a_mask_makes_rows_terminal() -> None:
     assert buffer(MultiStepTransform(2, 0.5), rows)[:]["nonterminal"].tolist() == [True, False, True, False]
 
 
-def test_no_rows_are_no_trouble() -> None:
+def test_empty_batches_are_accepted() -> None:
     rb = buffer(None, counted(4, mask=torch.ones(4, dtype=torch.uint8)))
     for part in (MultiStepTransform(2, 0.5), Reward2GoTransform(), CatFrames(2, -1, ["x"])):
         rb.append_transform(part)
@@ -389,7 +389,7 @@ def test_a_sum_ends_where_another_field_says_so() -> None:
     assert to_go["next", "reward"].flatten().tolist() == [2, 1, 4, 3, 2, 1]
 
 
-def test_returns_grow_while_an_episode_goes_on() -> None:
+def test_returns_grow_while_an_episode_continues() -> None:
     rb = buffer(Reward2GoTransform(), counted(3))
     assert rb[:]["next", "reward"].flatten().tolist() == [3, 2, 1]
     rb.extend(counted(5, ends=5)[3:])
@@ -493,7 +493,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_means_nothing_is_refused(name: str) -> None:
+def test_meaningless_arguments_are_refused(name: str) -> None:
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         make()
@@ -634,7 +634,7 @@ def check_numbered(batch: Any) -> float:
     return float(step.max())
 
 
-def test_a_follower_beside_a_writer_that_overwrites(tmp_path: Path) -> None:
+def test_a_follower_reads_while_a_writer_overwrites(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(path, capacity=60, seed=2) as rb:
         for cycle in range(12):

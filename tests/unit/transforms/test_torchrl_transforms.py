@@ -242,7 +242,7 @@ def test_on_trajectories(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_ENVIRONMENTS)
-def test_what_needs_an_environment_fails_in_both(name: str) -> None:
+def test_transforms_that_need_an_environment_fail_in_both(name: str) -> None:
     ours, other = (told(lib, IN_ENVIRONMENTS[name], [rows(12)]) for lib in (OURS, THEIRS))
     assert len(ours) == len(other)
     assert isinstance(ours[-1], str)
@@ -289,7 +289,7 @@ def test_a_filter_by_age_takes_rows_out_of_what_is_written_and_sampled(store_pat
         assert torch.equal(sample["index"] + 5, sample["observation"][:, 0].long())
 
 
-def test_rows_can_be_told_after_fields_were_selected(store_path: Path) -> None:
+def test_sampling_info_stays_after_fields_were_selected(store_path: Path) -> None:
     """As in TorchRL, what is said of rows stays, so that priorities can be given back."""
     sampler = expstore.PrioritizedSampler(alpha=1.0, beta=1.0)
     selecting = T.SelectTransform("observation", REWARD, keep_rewards=False, keep_dones=False)

@@ -199,7 +199,7 @@ def test_lists_of_a_fixed_size_are_tensors(kind: pa.DataType) -> None:
     assert (x.tolist(), n.tolist()) == (values, [7, 8])
 
 
-def test_what_cannot_be_sent_is_refused() -> None:
+def test_unsendable_batches_are_refused() -> None:
     missing = pa.RecordBatch.from_pydict({"x": [[0.0] * 6, None], "n": [1, 2]}, _plain_schema())
     with pytest.raises(SchemaError, match="'x' has rows without a value"):
         CODEC.decode(missing)
@@ -232,7 +232,7 @@ def test_metadata_that_does_not_fit_is_refused(facts: str) -> None:
         meaning_of(pa.schema({"n": pa.int64()}, metadata={"expstore": facts}))
 
 
-def test_what_is_told_of_known_fields_is_their_batch() -> None:
+def test_metadata_of_known_fields_describes_only_the_batch() -> None:
     told = CODEC.arrow_schema((2, 3), ("lane", None))
     found = meaning_of(told, CODEC)
     assert (found.schema, found.batch_size, found.names) == (CODEC.schema, (2, 3), ("lane", None))

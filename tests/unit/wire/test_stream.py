@@ -73,7 +73,7 @@ def test_a_stream_begins_with_its_schema() -> None:
         taken(body[len(BATCH.schema.serialize()) :])
 
 
-def test_what_may_hide_more_than_it_shows_is_refused() -> None:
+def test_compressed_or_oversized_streams_are_refused() -> None:
     for compression in ("zstd", "lz4"):
         with pytest.raises(SchemaError, match="compressed"):
             taken(stream_of(BATCH, options=pa.ipc.IpcWriteOptions(compression=compression)))

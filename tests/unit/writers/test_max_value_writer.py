@@ -218,7 +218,7 @@ def test_rows_count_as_written_when_they_are_taken_in(make: Make) -> None:
     assert rb.write_count == 3
 
 
-def test_a_sampler_is_told_which_rows_came(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sampler_is_notified_of_new_rows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     rb = make(3)
     told: list[list[int]] = []
     monkeypatch.setattr(rb.sampler, "on_write", lambda ids: told.append(ids.tolist()))
@@ -250,7 +250,7 @@ def test_flags_and_other_narrow_fields_are_replaced_as_well(make: Make, dtype: t
 # Ranks follow from the rows, whatever comes between.
 
 
-def test_a_store_that_is_opened_again_goes_on(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_a_reopened_store_continues(tmp_path: Path, rng: np.random.Generator) -> None:
     heap, path = Heap(50), tmp_path / "best.exp"
     for life in range(4):
         writer = TensorDictMaxValueWriter("score") if life % 2 == 0 else None  # else as it was filled
@@ -282,7 +282,7 @@ def test_max_value_writer_after_loads(make: Make, tmp_path: Path) -> None:
     assert other.extend(rows([4.0, 7.0, 8.5], 3)).tolist() == [-1, -1, 0]
 
 
-def test_a_row_that_is_changed_is_ranked_anew(make: Make) -> None:
+def test_a_changed_row_is_ranked_again(make: Make) -> None:
     rb = make(3)
     rb.extend(rows([7.0, 8.0, 9.0]))
     assert rb.extend(rows([5.0], 3)).tolist() == [-1]
@@ -446,7 +446,7 @@ def test_more_rows_than_may_wait_are_settled(tmp_path: Path, monkeypatch: pytest
         assert rb.storage.counters.syncs >= 4
 
 
-def test_a_follower_beside_the_writer(tmp_path: Path) -> None:
+def test_a_follower_reads_while_the_writer_writes(tmp_path: Path) -> None:
     path = tmp_path / "best.exp"
     with expstore.open(path, capacity=40, writer=TensorDictMaxValueWriter("score")) as rb:
         rb.extend(rows(range(40)))
@@ -479,7 +479,7 @@ def test_a_copy_of_a_writer_has_no_ranks() -> None:
 # What is refused, with nothing changed.
 
 
-def test_what_a_writer_cannot_rank(make: Make) -> None:
+def test_unrankable_rows_are_refused(make: Make) -> None:
     with pytest.raises(ValueError, match="reduction 'product' is unknown"):
         TensorDictMaxValueWriter(reduction="product")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="does not support compilable=True"):
@@ -529,7 +529,7 @@ def test_no_other_writer_destroys_the_best_rows(make: Make) -> None:
     assert [number for _, number in whole(rb)] == [3, 1, 2]
 
 
-def test_what_a_store_is_ranked_by_is_kept(tmp_path: Path) -> None:
+def test_the_rank_key_of_a_store_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "best.exp"
     with expstore.open(path, capacity=2, writer=TensorDictMaxValueWriter("score", "max")) as rb:
         rb.extend(rows([7.0, 8.0]))

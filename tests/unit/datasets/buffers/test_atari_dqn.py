@@ -151,7 +151,7 @@ def test_preprocess_with_workers(root: Path, tmp_path: Path) -> None:
         assert rb.sample()["metadata"] == {"seed": 3}
 
 
-def test_beside_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], root: Path) -> None:
+def test_rows_equal_those_of_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], root: Path) -> None:
     """Rows are TorchRL's without its faults: order of batches, numbers of episodes, rows of padding."""
     folder, played = run
     files = OfTorchRL._list_runs(folder)
@@ -192,7 +192,7 @@ def test_beside_torchrls_class(tmp_path: Path, run: tuple[Path, list[Step]], roo
 
 def test_a_run_without_files_says_where_they_come_from(tmp_path: Path) -> None:
     with pytest.raises(
-        NotFoundError, match=r"gs://atari-replay-datasets/dqn, is gone; give source=.*mirror="
+        NotFoundError, match=r"gs://atari-replay-datasets/dqn, no longer exists; pass source=.*mirror="
     ):
         AtariDQNExperienceReplay("Pong/1", root=tmp_path)
     with pytest.raises(ValueError, match="not part of the available datasets"):
@@ -221,7 +221,9 @@ def test_some_checkpoints(tmp_path: Path, run: tuple[Path, list[Step]]) -> None:
         AtariDQNExperienceReplay("Pong/5", root=tmp_path, checkpoints=[1])
 
 
-def test_a_mirror(tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_downloaded_from_a_mirror(
+    tmp_path: Path, run: tuple[Path, list[Step]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(AtariDQNExperienceReplay, "_max_runs", 2)
     with serving_files(run[0].parents[2]) as server:
         data = AtariDQNExperienceReplay("Pong/5", root=tmp_path, mirror=server.url)

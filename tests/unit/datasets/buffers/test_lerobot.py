@@ -65,7 +65,7 @@ def test_example_of_torchrl() -> None:
 
 
 @pytest.mark.parametrize("rehydrate", [False, True])
-def test_columns_beside_torchrl(tmp_path: Path, rehydrate: bool) -> None:
+def test_columns_equal_torchrls(tmp_path: Path, rehydrate: bool) -> None:
     options: dict[str, Any] = {"slice_len": 4, "batch_size": 8, "rehydrate": rehydrate}
     ours = LeRobotExperienceReplay.from_columns(columns(), root=tmp_path / "root", **options)
     theirs = OfTorchRL.from_columns(columns(), root=tmp_path / "root", **options)

@@ -37,7 +37,7 @@ def test_minaris_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         MinariExperienceReplay(ID, source=tmp_path, root=tmp_path / "root", load_from_local_minari=True)
 
 
-def test_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mirror_replaces_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = create(tmp_path / "own", monkeypatch)
     hub = tmp_path / "hub" / "farama-minari" / "test"
     hub.mkdir(parents=True)

@@ -34,7 +34,7 @@ def test_images_of_a_source(tmp_path: Path) -> None:
     assert whole.sample()["pixels"].shape == (2, 5, 3, 32, 16)
 
 
-def test_a_hub(tmp_path: Path) -> None:
+def test_a_mirror_replaces_the_hub(tmp_path: Path) -> None:
     write(tmp_path / "conglu" / "vd4rl" / "vd4rl" / ID)
     (tmp_path / "conglu" / "vd4rl" / "vd4rl" / "main/walker_walk/expert/64px").mkdir(parents=True)
     with serving_files(tmp_path) as server:

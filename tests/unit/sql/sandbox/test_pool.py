@@ -134,7 +134,7 @@ def test_parameters(worker: SqlWorker, sql: str, params: Any) -> None:
     assert table(worker.query(sql, params)).to_pylist() == [{"n": 120}]
 
 
-def test_further_rows_are_left_out_and_it_is_said(store: Path) -> None:
+def test_further_rows_are_left_out_and_reported(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(rows=100, bytes=4000, seconds=20)) as worker:
         for rows, truncated in ((99, False), (100, False), (101, True), (10**12, True)):
             answer = worker.query(f"SELECT i FROM range({rows}) t(i)")
@@ -240,14 +240,14 @@ def aimed(sql: str, ground: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_only_does_harm_is_refused(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
+def test_harmful_sql_is_refused(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     assert outcome(strict, aimed(REFUSED[number], ground)) in {"query", "too_long"}
     assert table(strict.query("SELECT 42 AS a")).to_pylist() == [{"a": 42}]
 
 
 @pytest.mark.some(25)
 @pytest.mark.parametrize("number", range(len(CONTAINED)))
-def test_what_may_do_harm_does_none(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
+def test_harmful_sql_is_contained(strict: SqlWorker, ground: dict[str, str], number: int) -> None:
     began = time.monotonic()
     kinds = {"query", "too_large", "memory", "timeout", "died", "answered"}
     assert outcome(strict, aimed(CONTAINED[number], ground)) in kinds
@@ -257,7 +257,7 @@ def test_what_may_do_harm_does_none(strict: SqlWorker, ground: dict[str, str], n
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("sql", SLOW)
-def test_what_does_not_end_is_ended(strict: SqlWorker, sql: str) -> None:
+def test_endless_queries_are_ended(strict: SqlWorker, sql: str) -> None:
     began = time.monotonic()
     assert outcome(strict, sql) in {"timeout", "memory"}
     assert time.monotonic() - began < strict.limits.seconds + LATE_SECONDS
@@ -291,7 +291,7 @@ def test_a_death_is_contained(strict: SqlWorker) -> None:
     assert table(strict.query("SELECT 1 AS a")).to_pylist() == [{"a": 1}]
 
 
-def test_children_that_died_while_nobody_asked_are_replaced(store: Path) -> None:
+def test_children_that_died_while_idle_are_replaced(store: Path) -> None:
     with SqlWorker(store, limits=SqlLimits(seconds=20)) as worker:
         wait_until(lambda: len(worker.stats()["pids"]) == 2)
         for child in list(worker._pool._seats.idle):
@@ -476,13 +476,13 @@ def test_files_network_and_processes_are_out_of_reach(store: Path, ground: dict[
     assert (found["inside"], found["list"]) == ("done", "done")
 
 
-def test_whether_files_are_out_of_reach_is_said(worker: SqlWorker) -> None:
+def test_whether_files_are_protected_is_reported(worker: SqlWorker) -> None:
     said = worker.stats()["confined"]
     assert said.startswith(("landlock ", "no landlock: "))
     assert "threads" not in said
 
 
-def test_without_landlock_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_landlock_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confine, "_prctl", lambda option, value: None)
     monkeypatch.setattr(confine, "_CREATE", 100_000)
     assert confine.restrict([]).startswith("no landlock: Function not implemented")
@@ -580,7 +580,7 @@ def test_many_threads(store: Path) -> None:
         assert len(worker.stats()["pids"]) <= worker.limits.at_once + 1
 
 
-def test_who_waits_too_long_is_told(store: Path) -> None:
+def test_waiting_too_long_raises(store: Path) -> None:
     limits = SqlLimits(seconds=100, at_once=1, wait=0.05)
     with SqlWorker(store, limits=limits) as worker, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(worker.query, SLOW[3])
@@ -655,7 +655,7 @@ def test_bad_limits(bad: dict[str, Any]) -> None:
         SqlLimits(**bad)
 
 
-def test_messages_that_are_none_of_ours_are_refused() -> None:
+def test_foreign_messages_are_refused() -> None:
     import socket
 
     for sent in (b"\xff" * 8, b"\x02\0\0\0\0\0\0\0[]", b"\x02\0\0\0\0\0\0\0{", b"\x02\0\0\0\x09\0\0\0{}"):

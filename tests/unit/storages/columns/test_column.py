@@ -153,7 +153,7 @@ def test_runs_of_rows_come_in_pieces(store: Store, kind: Kind) -> None:
     assert store.columns.unviewed_places == (frozenset() if is_view else {0})
 
 
-def test_whoever_only_reads_finds_the_same(store: Store, kind: Kind) -> None:
+def test_a_reader_finds_the_same_rows(store: Store, kind: Kind) -> None:
     reader = store.reader()
     reader.look(store.slots or 30)
     reader.look_to(30)

@@ -255,7 +255,7 @@ def life(tmp_path: Path) -> Iterator[Life]:
     made.end()
 
 
-def test_what_was_kept_stays_when_the_ring_wraps(life: Life) -> None:
+def test_kept_rows_stay_when_the_ring_wraps(life: Life) -> None:
     life.keep()
     for _ in range(9):
         life.extend(16, lanes=2)
@@ -377,7 +377,9 @@ def test_rows_before_the_oldest_one_must_be_there(life: Life) -> None:
     letters=st.integers(1, 6),
     parts=st.lists(st.tuples(st.integers(1, 30), st.booleans()), min_size=1, max_size=6),
 )
-def test_what_is_found_is_there(reach: int, width: int, letters: int, parts: list[tuple[int, bool]]) -> None:
+def test_found_duplicates_are_duplicates(
+    reach: int, width: int, letters: int, parts: list[tuple[int, bool]]
+) -> None:
     random, known = np.random.default_rng(7), NextRows(width, reach)
     place, told, missed = 100, {}, 0
     for count, skipped in parts:

@@ -59,7 +59,7 @@ def test_asks_for_nothing_where_no_column_is_narrow() -> None:
     assert asked.calls == []
 
 
-def test_looks_for_columns_anew_now_and_then() -> None:
+def test_columns_are_looked_up_again_periodically() -> None:
     columns = [np.zeros(100)]
     prefetcher, asked = loaded()
     prefetcher.ask(np.arange(32), range(1), lambda places: columns)

@@ -57,7 +57,7 @@ def test_the_largest_leaves_with_its_row_where_readable_rows_count(within: bool,
     assert priorities.largest == largest
 
 
-def test_another_opening_keeps_who_watches_and_what_was_asked_for() -> None:
+def test_reopening_keeps_watchers_and_requests() -> None:
     class Watcher:
         def on_priorities(self, storage: Any, places: Any) -> None:
             seen.append((storage, places.tolist()))

@@ -265,7 +265,7 @@ def test_rows_stay_in_the_ring_until_they_are_on_the_archives_disk(tmp_path: Pat
             assert ids_in(rb) == list(range(1, start + 3))
 
 
-def test_a_reader_beside_the_writer_sees_both(tmp_path: Path) -> None:
+def test_a_reader_next_to_the_writer_sees_both(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 130, archive=tmp_path / "old.exp") as rb:
         with expstore.open(tmp_path / "run.exp", mode="r") as follower:
             for first in (131, 250, 400):
@@ -294,7 +294,7 @@ def test_a_query_reads_only_what_it_names(tmp_path: Path, monkeypatch: pytest.Mo
         assert read
 
 
-def test_what_is_deleted_or_loaded_over_does_not_go_there(tmp_path: Path) -> None:
+def test_deleted_and_replaced_rows_are_not_archived(tmp_path: Path) -> None:
     with filled(tmp_path / "run.exp", 150, archive=tmp_path / "old.exp") as rb:
         rb.snapshots.tag("before")
         rb.empty()
@@ -437,7 +437,7 @@ def test_a_failing_archive_stops_who_needs_it(tmp_path: Path, monkeypatch: pytes
         assert ids_in(rb) == list(range(1, last + 201))
 
 
-def test_what_is_no_place_for_an_archive_is_refused(tmp_path: Path) -> None:
+def test_invalid_archive_paths_are_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with pytest.raises(ValueError, match="archive= requires a capacity"):
         expstore.open(path, archive=old)
@@ -463,7 +463,7 @@ def test_what_is_no_place_for_an_archive_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "more.exp").exists()
 
 
-def test_what_an_archive_cannot_follow_is_refused(tmp_path: Path) -> None:
+def test_changes_that_an_archive_cannot_follow_are_refused(tmp_path: Path) -> None:
     path, old = tmp_path / "run.exp", tmp_path / "old.exp"
     with filled(path, 100, archive=old) as rb:
         with pytest.raises(StateError, match="cannot add or drop field"):

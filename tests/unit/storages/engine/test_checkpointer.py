@@ -167,7 +167,7 @@ def test_nothing_new_is_not_said_again() -> None:
     assert "record" in store.acts
 
 
-def test_a_number_that_was_set_is_said_though_it_is_the_same() -> None:
+def test_a_draw_number_that_was_set_is_recorded_even_if_equal() -> None:
     store = Store()
     store.append()
     store.checkpoint()
@@ -212,7 +212,7 @@ def test_the_journal_is_truncated_only_up_to_what_is_pinned(pinned: str) -> None
     assert store.journal.cuts == ([] if pinned == "anywhere" else ["segment-2"])
 
 
-def test_who_only_waits_for_space_leaves_the_journal_alone() -> None:
+def test_a_checkpoint_for_space_does_not_cut_the_journal() -> None:
     store = Store()
     store.append()
     store.journal.segments.append(File("segment-2"))
@@ -223,7 +223,7 @@ def test_who_only_waits_for_space_leaves_the_journal_alone() -> None:
     assert store.acts == []
 
 
-def test_what_was_not_synced_is_found_by_the_next_checkpoint() -> None:
+def test_the_next_checkpoint_syncs_unsynced_files() -> None:
     store = Store()
     store.append()
     store.disk.failure = StorageError("the disk is full")

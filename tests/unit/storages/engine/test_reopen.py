@@ -265,7 +265,7 @@ def status_of(rb: TensorDictReplayBuffer) -> list[tuple[Any, ...]]:
     return rb.sql("SELECT episode_id, source, length, status FROM episodes ORDER BY 1").fetchall()
 
 
-def test_episodes_do_not_go_on_over_a_restart(store_path: Path) -> None:
+def test_episodes_do_not_continue_over_a_restart(store_path: Path) -> None:
     with expstore.open(store_path) as rb:
         for source in ("arm", None):
             rb.extend(batch(3, 0, lanes=2), source=source)
@@ -311,7 +311,7 @@ def test_truncated_trajectories_take_no_rows_after_a_restart(store_path: Path) -
 # Draws, priorities, shards.
 
 
-def test_batches_go_on_after_any_stop(store_path: Path) -> None:
+def test_batches_continue_after_any_stop(store_path: Path) -> None:
     expected = 0
     for stop in ("close", "kill", "flush", "kill", "close"):
 

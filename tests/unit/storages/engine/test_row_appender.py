@@ -260,7 +260,7 @@ def test_priorities_and_slots_of_a_ring(tmp_path: Path, monkeypatch: pytest.Monk
     ],
     ids=str,
 )
-def test_where_more_has_to_be_done_rows_take_the_ordinary_way(
+def test_rows_that_need_more_work_take_the_slow_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     if "archive" in settings:

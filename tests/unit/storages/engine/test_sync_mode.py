@@ -110,7 +110,7 @@ def test_the_other_mode_does_not_sync(
     assert rb.stats()["durability"] == "process"
 
 
-def test_nobody_sees_a_row_before_it_is_on_the_disk(
+def test_no_row_is_visible_before_it_is_on_the_disk(
     open_store: Callable[..., TensorDictReplayBuffer], disk: Watching, make_batch: MakeBatch
 ) -> None:
     rb = open_store(5000)
@@ -306,7 +306,7 @@ def test_a_failed_fsync_publishes_nothing_and_poisons(
     assert len(again) in (5, 5 + rows)  # the record may have got there
 
 
-def test_of_two_threads_that_sync_at_once_both_hear_of_a_failure(
+def test_two_threads_that_sync_at_once_both_get_the_error(
     open_store: Callable[..., TensorDictReplayBuffer],
     disk: Watching,
     make_batch: MakeBatch,
@@ -340,7 +340,7 @@ def test_of_two_threads_that_sync_at_once_both_hear_of_a_failure(
     assert len(rb) == 5
 
 
-def test_what_changes_rows_in_place_or_forgets_them_lasts_too(
+def test_changes_in_place_and_deletions_are_durable(
     open_store: Callable[..., TensorDictReplayBuffer],
     store_path: Path,
     tmp_path: Path,

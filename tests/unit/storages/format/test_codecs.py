@@ -41,7 +41,7 @@ def test_bytes_come_out_as_they_were(name: str, data: st.DataObject) -> None:
 
 
 @every_codec
-def test_what_is_no_frame_is_said(name: str) -> None:
+def test_invalid_frames_are_refused(name: str) -> None:
     with pytest.raises(CorruptionError):
         CODECS[name].unpack(b"\x00" * 12, 100)
     with pytest.raises(CorruptionError):

@@ -27,7 +27,7 @@ def test_a_new_page_fits_nothing(tmp_path: Path) -> None:
     state.close()
 
 
-def test_words_come_back(tmp_path: Path) -> None:
+def test_counters_are_read_back(tmp_path: Path) -> None:
     state = page(tmp_path)
     state.claim(UUID, BOOT, **WORDS)
     assert {name: state.get(name) for name in WORDS} == WORDS
@@ -60,7 +60,7 @@ def test_a_claim_that_was_interrupted_fits_nothing(tmp_path: Path) -> None:
     state.close()
 
 
-def test_words_survive_a_kill_and_keep_the_inode(tmp_path: Path) -> None:
+def test_counters_survive_a_kill_and_the_inode_stays(tmp_path: Path) -> None:
     state = page(tmp_path)
     inode = (tmp_path / "STATE").stat().st_ino
     pid = os.fork()
@@ -75,7 +75,7 @@ def test_words_survive_a_kill_and_keep_the_inode(tmp_path: Path) -> None:
     state.close()
 
 
-def test_the_words_do_not_overlap(tmp_path: Path) -> None:
+def test_the_counters_do_not_overlap(tmp_path: Path) -> None:
     from expstore.storages.format.control_page import _WORDS
 
     state = page(tmp_path)

@@ -99,7 +99,7 @@ def test_it_is_read(store: tuple[Path, int]) -> None:
 
 
 @pytest.mark.some(1)
-def test_it_goes_on(store: tuple[Path, int]) -> None:
+def test_it_continues(store: tuple[Path, int]) -> None:
     folder, _ = store
     for name in ("run.exp", "killed.exp"):
         with expstore.open(folder / name, batch_size=8) as rb:

@@ -141,7 +141,7 @@ def test_segments_are_ordered_by_number_beyond_six_digits(tmp_path: Path) -> Non
     assert bodies(path) == texts
 
 
-def test_an_opening_stands_for_all_before_it(tmp_path: Path) -> None:
+def test_an_opening_record_replaces_all_earlier_records(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     first = make(path)
     write(first, [b"old"])

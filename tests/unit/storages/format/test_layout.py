@@ -64,7 +64,7 @@ def test_fields_lie_as_was_asked(tmp_path: Path, asked: dict[str, Any], packed: 
         assert (batch["frame"][:, 3, 3] == batch["action"].to(torch.uint8)).all()
 
 
-def test_what_contradicts_the_store_is_refused(tmp_path: Path) -> None:
+def test_layouts_that_contradict_the_store_are_refused(tmp_path: Path) -> None:
     path, fields = tmp_path / "run.exp", {"frame": {"rows": 8}}
     expstore.open(path, layout=expstore.Layout(fields=fields)).close()
     for agrees in ({}, {"layout": "auto"}, {"fields": fields}, {"layout": "auto", "fields": fields}):
@@ -158,7 +158,7 @@ def test_a_storage_takes_what_open_takes(tmp_path: Path, asked: dict[str, Any], 
         ({"layout": "flat", "fields": {"frame": {"layout": "flat"}}, "share_next": True}, "all fields are"),
     ],
 )
-def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
+def test_unknown_layouts_are_refused(tmp_path: Path, asked: dict[str, Any], match: str) -> None:
     with pytest.raises(SchemaError, match=match):
         expstore.open(tmp_path / "run.exp", layout=asked_layout(asked))
     assert not (tmp_path / "run.exp").exists()
@@ -191,7 +191,7 @@ def test_what_there_is_not_is_refused(tmp_path: Path, asked: dict[str, Any], mat
         ),
     ],
 )
-def test_what_has_no_meaning_for_the_first_rows_is_refused(
+def test_layouts_that_do_not_fit_the_first_rows_are_refused(
     tmp_path: Path, asked: dict[str, Any], match: str
 ) -> None:
     """Before anything is made; with mode "w" the same folder takes what has one."""
@@ -223,7 +223,7 @@ def test_a_version_is_not_loaded_where_names_are_not_its_own(tmp_path: Path) -> 
     assert not (tmp_path / "other.exp/columns").exists()
 
 
-def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
+def test_layout_fields_accept_both_forms_of_a_key(tmp_path: Path) -> None:
     path = tmp_path / "run.exp"
     with expstore.open(
         path, capacity=100, layout=expstore.Layout(fields={("next", "frame"): {"layout": "flat"}})
@@ -233,7 +233,7 @@ def test_a_field_is_named_as_everywhere(tmp_path: Path) -> None:
     expstore.open(path, layout=expstore.Layout(fields={"next.frame": {"layout": "flat"}})).close()
 
 
-def test_a_contradiction_is_told_in_the_words_of_the_arguments(tmp_path: Path) -> None:
+def test_a_contradiction_is_reported_by_the_argument_names(tmp_path: Path) -> None:
     flat, packed = tmp_path / "flat.exp", tmp_path / "packed.exp"
     expstore.open(flat, layout="flat").close()
     expstore.open(packed, layout=expstore.Layout(fields={"frame": {"rows": 8}})).close()

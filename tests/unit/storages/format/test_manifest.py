@@ -49,7 +49,7 @@ BARE = Manifest(uuid="a" * 32, generation=0, storage="zarr", capacity=None, spar
 
 
 @pytest.mark.parametrize("kept", [FULL, BARE])
-def test_what_is_saved_is_loaded(tmp_path: Path, kept: Manifest) -> None:
+def test_a_saved_manifest_is_loaded(tmp_path: Path, kept: Manifest) -> None:
     kept.save(Disk(), tmp_path)
     found = Manifest.load(Disk(), tmp_path)
     assert found == kept
@@ -74,7 +74,7 @@ def test_slots_and_replace() -> None:
     assert FULL.replace(generation=6).seed == FULL.seed
 
 
-def test_missing(tmp_path: Path) -> None:
+def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match=f"{tmp_path} is not a store: it has no expstore.json"):
         Manifest.load(Disk(), tmp_path)
 
@@ -110,7 +110,7 @@ def test_one_that_lacks_a_key_is_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "3", "{}", '{"format": 1}', '{"format": "x", "crc32c": ""}', "\xff"]
 )
-def test_what_is_no_manifest(tmp_path: Path, text: str) -> None:
+def test_invalid_manifests_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_bytes(text.encode("latin-1"))
     with pytest.raises(CorruptionError, match=rf"{MANIFEST} is damaged"):
         Manifest.load(Disk(), tmp_path)

@@ -51,7 +51,7 @@ def brought(keys: KeyFile) -> KeyFile:
     return keys
 
 
-def test_there_is_no_file_without_a_key(path: Path) -> None:
+def test_no_file_is_created_without_a_key(path: Path) -> None:
     keys = brought(opened(path))
     assert not path.exists()
     assert not keys.unsynced
@@ -93,7 +93,7 @@ def test_more_keys_than_are_spare_must_wait(path: Path) -> None:
     assert not keys.unsynced
 
 
-def test_what_was_written_without_a_mark_is_written_again(path: Path) -> None:
+def test_keys_written_without_a_mark_are_written_again(path: Path) -> None:
     keys = brought_with(path, 4)
     add(keys, 4, 1)
     keys.flush()
@@ -132,7 +132,7 @@ def test_keys_that_only_records_have_take_the_places_of_lost_ones(path: Path) ->
 
 
 @pytest.mark.parametrize("place", range(4, 10))
-def test_a_damaged_entry_is_said_and_costs_itself(
+def test_a_damaged_entry_is_reported_and_lost_alone(
     path: Path, caplog: pytest.LogCaptureFixture, place: int
 ) -> None:
     brought_with(path, 10).close()
@@ -151,7 +151,7 @@ def test_a_damaged_entry_is_said_and_costs_itself(
 
 
 @pytest.mark.parametrize("left", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 100, None])
-def test_a_file_that_is_cut_or_gone_is_said(
+def test_a_truncated_or_missing_file_is_reported(
     path: Path, caplog: pytest.LogCaptureFixture, left: int | None
 ) -> None:
     brought_with(path, 5).close()
@@ -169,7 +169,7 @@ def test_a_file_that_is_cut_or_gone_is_said(
     assert len(caplog.records) == 1
 
 
-def test_a_file_that_nobody_missed_is_made_without_a_word(
+def test_a_missing_unused_file_is_created_without_a_warning(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = opened(path, known=0)

@@ -104,7 +104,7 @@ def test_a_version_is_the_store_as_it_was(
             old.extend(make_batch(1))
 
 
-def test_versions_stand_beside_their_store_but_not_among_other_files(
+def test_versions_may_lie_next_to_their_store_but_not_among_other_files(
     tmp_path: Path, make_batch: Make
 ) -> None:
     place = tmp_path / "dump"
@@ -393,7 +393,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_who_would_overwrite_rows_that_are_not_copied_waits(
+def test_overwriting_uncopied_rows_waits(
     store_path: Path, place: Path, make_batch: Make, waiting: threading.Event
 ) -> None:
     disk = SlowDisk("action/c.1")
@@ -482,7 +482,7 @@ def test_versions_of_a_store_in_use(store_path: Path, place: Path, make_batch: M
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("open_it", ["door", "storage", "memory"])
-def test_a_new_store_goes_on_with_the_next_batch(
+def test_a_new_store_continues_with_the_next_batch(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make, open_it: str
 ) -> None:
     with expstore.open(store_path, capacity=300, batch_size=16, seed=5) as rb:
@@ -515,7 +515,7 @@ def test_a_new_store_goes_on_with_the_next_batch(
 
 
 @pytest.mark.parametrize("kind", [SamplerWithoutReplacement, PrioritizedSampler])
-def test_other_samplers_go_on_as_well(
+def test_other_samplers_continue_as_well(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make, kind: type[Sampler]
 ) -> None:
     with expstore.open(store_path, capacity=100, batch_size=16, sampler=kind(), seed=3) as rb:
@@ -535,7 +535,7 @@ def test_other_samplers_go_on_as_well(
         new.close()
 
 
-def test_ids_and_episodes_go_on_above_both(
+def test_ids_and_episodes_continue_above_both(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
 ) -> None:
     with expstore.open(store_path, capacity=100) as rb:
@@ -587,7 +587,7 @@ def test_another_capacity_takes_the_newest_rows(
         assert same(rows_of(rb), expected)
 
 
-def test_what_does_not_fit_changes_nothing(
+def test_refused_calls_change_nothing(
     store_path: Path, place: Path, tmp_path: Path, make_batch: Make
 ) -> None:
     with expstore.open(store_path, capacity=100) as rb:
@@ -631,7 +631,7 @@ def test_ids_from_before_a_load_are_drawn_again(store_path: Path, place: Path, m
             assert rb.update_priority(id=former, priority=5.0) == 0
 
 
-def test_sampling_goes_on_while_a_version_is_put_back(
+def test_sampling_continues_while_a_version_is_restored(
     store_path: Path, place: Path, make_batch: Make
 ) -> None:
     with expstore.open(store_path, capacity=2000, batch_size=32) as rb:

@@ -67,7 +67,9 @@ def picture(storage: Storage) -> tuple[Any, ...]:
 @pytest.mark.parametrize("target", KINDS)
 @pytest.mark.parametrize("source", KINDS)
 @pytest.mark.parametrize("before", [0, 3])
-def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: Any, before: int) -> None:
+def test_everything_continues_after_a_load(
+    make: Callable[..., Storage], source: Any, target: Any, before: int
+) -> None:
     def buffer(storage: Storage) -> TensorDictPrioritizedReplayBuffer:
         return TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=storage, batch_size=5)
 
@@ -97,7 +99,7 @@ def test_everything_goes_on(make: Callable[..., Storage], source: Any, target: A
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler", [lambda: SamplerWithoutReplacement(), lambda: ConsumingSampler(3)])
-def test_samplers_go_on(make: Callable[..., Storage], kind: Any, sampler: Callable[[], Any]) -> None:
+def test_samplers_continue(make: Callable[..., Storage], kind: Any, sampler: Callable[[], Any]) -> None:
     first = ReplayBuffer(storage=make(kind, 12), sampler=sampler(), batch_size=5)
     first.extend(batch(12))
     first.sample()
@@ -201,7 +203,7 @@ def test_a_store_on_disk_keeps_its_rows(make: Callable[..., Storage], tmp_path: 
         assert follower.storage.state_dict() == state
 
 
-def test_what_is_no_state(make: Callable[..., Storage]) -> None:
+def test_invalid_states_are_refused(make: Callable[..., Storage]) -> None:
     storage = make(LazyTensorStorage, 10)
     ReplayBuffer(storage=storage).extend(batch(5))
     expected, state = picture(storage), storage.state_dict()
@@ -303,7 +305,7 @@ def test_episodes_of_a_storage_that_a_second_buffer_is_given(make: Callable[...,
 
 @pytest.mark.parametrize("how", ["state", "version"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_buffers_over_a_storage_are_told_of_another_content(
+def test_buffers_over_a_storage_are_notified_of_other_content(
     make: Callable[..., Storage], kind: Any, how: str, tmp_path: Path
 ) -> None:
     def rows(*names: str) -> TensorDict:

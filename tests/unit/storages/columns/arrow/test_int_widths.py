@@ -152,7 +152,7 @@ def test_the_narrowest_type_that_holds_both_ends(least: int, most: int, kind: pa
     assert together(((-3, 5),), ((0, 9),)) == ((-3, 9),)
 
 
-def test_what_stands_where_nothing_is_counts_for_nothing() -> None:
+def test_values_below_nulls_are_ignored() -> None:
     numbers = pa.array([1, 1 << 40, 3], pa.int64())
     hidden = pa.Array.from_buffers(pa.int64(), 3, [pa.py_buffer(b"\x05"), numbers.buffers()[1]])
     lists = pa.ListArray.from_arrays(pa.array([0, 1, None, 3]), pa.array([1, 1 << 40, 3], pa.int64()))
@@ -163,7 +163,7 @@ def test_what_stands_where_nothing_is_counts_for_nothing() -> None:
     assert [one.to_pylist() for one in widths.narrow(columns)] == [[1, None, 3], [[1]]]
 
 
-def test_a_head_with_a_flipped_bit_is_nobodys() -> None:
+def test_a_head_with_a_flipped_bit_is_rejected() -> None:
     widths = widths_for(OWN, bounds_of(columns_of([(None, 300, 3)])))
     assert read_widths(widths.head, OWN) == widths
     for head in (widths.head, OWN.head):

@@ -136,7 +136,7 @@ class NoLinks(Disk):
         return False
 
 
-def test_where_there_are_no_links_all_is_copied(tmp_path: Path, place: Path) -> None:
+def test_without_hard_links_files_are_copied(tmp_path: Path, place: Path) -> None:
     with make(tmp_path / "store", 40, disk=NoLinks()) as rb:
         rb.extend(rows(30))
         rb.extend(rows(37, 30))
@@ -214,7 +214,7 @@ LAYOUTS = {"flat": ColumnLayout(), "packed": PACKED}
 @pytest.mark.parametrize("own", LAYOUTS)
 @pytest.mark.parametrize("before", [57, pytest.param(0, marks=pytest.mark.torture)])
 @pytest.mark.parametrize("capacity", [None, 40])
-def test_versions_are_put_back_whatever_the_layouts(
+def test_versions_are_restored_between_all_layouts(
     tmp_path: Path, place: Path, own: str, other: str, before: int, capacity: int | None
 ) -> None:
     with make(tmp_path / "store", 40, LAYOUTS[other]) as rb:

@@ -182,7 +182,7 @@ def test_killed_at_every_act(tmp_path: Path, slots: int | None) -> None:
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("slots", [None, 48])
-def test_killed_at_every_act_beside_a_sync(tmp_path: Path, slots: int | None) -> None:
+def test_killed_at_every_act_during_a_sync(tmp_path: Path, slots: int | None) -> None:
     """Rows that were never published are in shards that have got their names meanwhile."""
     for again in (NEVER, 0, 1, 2, 3, 5, 8, 13):
         for acts in range(0, 40, 1 if again == NEVER else 3):
@@ -480,7 +480,7 @@ def test_other_rows_in_the_places_of_some_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [13, 14, 15])
-def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, last: int) -> None:
+def test_a_reader_of_a_truncated_chunk_keeps_its_rows(tmp_path: Path, last: int) -> None:
     """An opening drops rows that were never published; others may be reading those before them."""
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     life.extend(last)
@@ -500,7 +500,7 @@ def test_whoever_reads_a_chunk_that_is_cut_off_keeps_its_rows(tmp_path: Path, la
 
 
 @pytest.mark.parametrize("last", [13, 15])
-def test_rows_of_a_later_lap_hide_none(tmp_path: Path, last: int) -> None:
+def test_unpublished_rows_of_the_next_lap_hide_no_published_ones(tmp_path: Path, last: int) -> None:
     """A chunk of the next turn, never published, lies where the newest rows that count do."""
     life = Life(tmp_path, 48, Packing("lz4hc", 4, 16), 16)
     life.extend(last)
@@ -542,7 +542,7 @@ def test_an_opening_changes_nothing_before_it_knows_that_all_is_there(tmp_path: 
     life.end()
 
 
-def test_what_a_killed_opening_left_is_cleared_away(tmp_path: Path) -> None:
+def test_files_of_a_killed_opening_are_removed(tmp_path: Path) -> None:
     life = Life(tmp_path, None, Packing("lz4hc", 4, 16), 16)
     life.extend(7)
     (tmp_path / "again").write_bytes(b"half of a shard")
@@ -573,7 +573,7 @@ def test_frames_that_are_short_have_one_block(tmp_path: Path) -> None:
     column.close()
 
 
-def test_chunks_are_the_same_whoever_packs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_the_same_compiled_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "PACKED_CHUNKS_TOGETHER", 3)
     packing, rng = Packing("lz4hc", 4, 16), np.random.default_rng(1)
     runs = [rng.integers(0, 3, (count, WIDTH), np.uint8) for count in (1, 9, 4, 70, 3, 41)]
