@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from tensordict import is_tensor_collection
+from tensordict import TensorDict, is_tensor_collection
 
 from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain
 from expstore.buffers.episodes import remote_session
@@ -27,6 +27,7 @@ from expstore.data.batch import Batch, Intake, StepReader, batch_of, is_plain, t
 from expstore.data.containers import Layout, is_tree, take
 from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.row_cells import Cells, compile_put, nest
+from expstore.data.tensordict_cells import compile_put_tensordict
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.episodes.sessions import SessionKey
@@ -89,15 +90,17 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True)
 class _RowIntake:
-    """Takes single rows that are dicts of arrays and numbers just as the schema has them.
+    """Takes single rows whose values are just as the schema has them.
 
     Args:
-        put: Writes a row to the appender; see `compile_put`.
+        put: Writes a row that is a dict of arrays and numbers to the appender; see `compile_put`.
+        put_tensordict: Writes a row that is a TensorDict; see `compile_put_tensordict`.
         runs: Reads what the row is to its episode.
         appender: Appends the row. Its memory is shared by the threads that hold the lock of the writers.
     """
 
     put: Callable[..., bool]
+    put_tensordict: Callable[..., bool]
     runs: RunReader
     appender: RowAppending
 
@@ -108,15 +111,13 @@ class _RowIntake:
         if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
             return None  # long rows go to the columns at once
         sizes = np.cumsum([entry.row_bytes for entry in schema.fields])
-        columns = [
-            part.view(entry.numpy_dtype).reshape(1, *entry.shape)
+        columns = {
+            entry.key: part.view(entry.numpy_dtype).reshape(1, *entry.shape)
             for part, entry in zip(np.split(appender.fields, sizes[:-1]), schema.fields, strict=True)
-        ]
-        cells = {
-            entry.key: Cells.of(column, takes_numbers=entry.shape == ())
-            for entry, column in zip(schema.fields, columns, strict=True)
         }
-        return cls(compile_put([nest(cells)]), RunReader(schema, storage.keys, columns), appender)
+        cells = {key: Cells.of(column, takes_numbers=column.ndim == 1) for key, column in columns.items()}
+        runs = RunReader(schema, storage.keys, list(columns.values()))
+        return cls(compile_put([nest(cells)]), compile_put_tensordict(columns), runs, appender)
 
 
 class Ingest(StorePart):
@@ -220,14 +221,14 @@ class Ingest(StorePart):
             return_ids,
         )
 
-    def add_plain(self, row: dict[str, Any], source: str | None) -> int:
+    def add_plain(self, row: dict[str, Any] | TensorDict, source: str | None) -> int:
         """Append a row in a fraction of the time of `append`; return its index, -1 if it is not taken.
 
-        A row is taken if it has just the fields of the schema, continues an episode as the row before it
-        leaves one to expect, or begins one, and only the storage has to know of it.
+        A row is taken if it has just the fields of the schema, if it is sure which episode it continues or
+        begins, and if only the storage has to know of it.
 
         Args:
-            row: Nested dicts of arrays and numbers.
+            row: Nested dicts of arrays and numbers, or a TensorDict.
             source: As of `WriteOptions`.
         """
         storage, readers = self._store.storage, self._readers
@@ -240,8 +241,9 @@ class Ingest(StorePart):
             or not (source is None or type(source) is str)
         ):
             return -1
+        put = intake.put if type(row) is dict else intake.put_tensordict
         with storage.locks.extend:
-            if not intake.put(0, row):
+            if not put(0, row):
                 return -1
             row_id = intake.appender.append(source, intake.runs.read(), linked=True)
         capacity = storage.geometry.capacity
@@ -440,6 +442,7 @@ class Ingest(StorePart):
             quick = (
                 is_plain(schema.form)
                 and not schema.variable
+                and all(entry.dtype != "bfloat16" for entry in schema.fields)  # NumPy has only its bits
                 and storage.geometry.ndim == 1
                 and not self._index.time_dim
             )

@@ -66,8 +66,8 @@ class RowAppending(Protocol):
         Args:
             source: Name of the stream, in the storage's own session; None: the unnamed one.
             runs: How the rows lie in episodes, with rewards in the precision of their field.
-            linked: Whether the observation of a row must be the next observation of the row before it in its
-                episode. There is a single row then.
+            linked: Whether the observation of a row is compared with the next observation of the row before
+                it in its episode. There is a single row then.
 
         Raises:
             StateError: Nothing can be written here.
