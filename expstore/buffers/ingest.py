@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from tensordict import is_tensor_collection
+from tensordict import TensorDict, is_tensor_collection
 
 from expstore.buffers.domain_checks import NO_DOMAIN, Domain, asks_for_domain, check_domain
 from expstore.buffers.episodes import remote_session
@@ -28,6 +28,7 @@ from expstore.data.batch import Batch, Intake, StepReader, batch_of, is_plain, t
 from expstore.data.containers import Layout, is_tree, take
 from expstore.data.mappings import take_mapping, take_mappings
 from expstore.data.row_cells import Cells, compile_put, nest
+from expstore.data.tensordict_cells import compile_put_tensordict
 from expstore.episodes.annotations import pack_info
 from expstore.episodes.segmentation import RunReader
 from expstore.errors import SchemaError, StateError
@@ -67,15 +68,17 @@ class _Readers:
 
 @dataclass(frozen=True, slots=True)
 class _RowIntake:
-    """Fast path of single rows: dicts of arrays and numbers with exactly the fields of the schema.
+    """Fast path of single rows: dicts of arrays, or TensorDicts, with exactly the fields of the schema.
 
     Args:
-        put: Writes a row to the appender; see `compile_put`.
+        put: Writes a row that is a dict of arrays and numbers to the appender; see `compile_put`.
+        put_tensordict: Writes a row that is a TensorDict; see `compile_put_tensordict`.
         runs: Reads the episode fields of the row.
         appender: Appends the row. Its memory is shared by the threads that hold the lock of the writers.
     """
 
     put: Callable[..., bool]
+    put_tensordict: Callable[..., bool]
     runs: RunReader
     appender: RowAppending
 
@@ -86,15 +89,13 @@ class _RowIntake:
         if appender is None or schema.row_bytes + ROW_BYTES > tuning.MEMTABLE_BATCH_BYTES:
             return None  # long rows are written to the columns at once
         sizes = np.cumsum([entry.row_bytes for entry in schema.fields])
-        columns = [
-            part.view(entry.numpy_dtype).reshape(1, *entry.shape)
+        columns = {
+            entry.key: part.view(entry.numpy_dtype).reshape(1, *entry.shape)
             for part, entry in zip(np.split(appender.fields, sizes[:-1]), schema.fields, strict=True)
-        ]
-        cells = {
-            entry.key: Cells.of(column, takes_numbers=entry.shape == ())
-            for entry, column in zip(schema.fields, columns, strict=True)
         }
-        return cls(compile_put([nest(cells)]), RunReader(schema, storage.keys, columns), appender)
+        cells = {key: Cells.of(column, takes_numbers=column.ndim == 1) for key, column in columns.items()}
+        runs = RunReader(schema, storage.keys, list(columns.values()))
+        return cls(compile_put([nest(cells)]), compile_put_tensordict(columns), runs, appender)
 
 
 class Ingest(StorePart):
@@ -199,14 +200,14 @@ class Ingest(StorePart):
             return_ids,
         )
 
-    def add_plain(self, row: dict[str, Any], source: str | None) -> int:
+    def add_plain(self, row: dict[str, Any] | TensorDict, source: str | None) -> int:
         """Append a row in a fraction of the time of `append`; return its index, or -1 if it needs `append`.
 
-        The row must have exactly the fields of the schema, and must continue its episode in the expected way
-        or begin one; and no transform, writer, sampler or limiter may have to process it.
+        The row must have exactly the fields of the schema, it must be certain which episode it continues or
+        begins, and no transform, writer, sampler or limiter may have to process it.
 
         Args:
-            row: Nested dicts of arrays and numbers.
+            row: Nested dicts of arrays and numbers, or a TensorDict.
             source: As in `WriteOptions`.
         """
         storage, readers = self._store.storage, self._readers
@@ -219,8 +220,9 @@ class Ingest(StorePart):
             or not (source is None or type(source) is str)
         ):
             return -1
+        put = intake.put if type(row) is dict else intake.put_tensordict
         with storage.locks.extend:
-            if not intake.put(0, row):
+            if not put(0, row):
                 return -1
             row_id = intake.appender.append(source, intake.runs.read(), linked=True)
         capacity = storage.geometry.capacity
@@ -505,6 +507,7 @@ class Ingest(StorePart):
         is_quick = (
             is_plain(schema.form)
             and not schema.variable
+            and all(entry.dtype != "bfloat16" for entry in schema.fields)  # NumPy has only its bits
             and storage.geometry.ndim == 1
             and not self._index.time_dim
         )

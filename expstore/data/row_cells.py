@@ -13,7 +13,7 @@ import numpy as np
 
 from expstore.core.values import Array, Key
 
-__all__ = ["Cells", "compile_put", "nest"]
+__all__ = ["Cells", "compile_function", "compile_put", "nest"]
 
 #: Python types that fields of a kind store without conversion; integers may be too large.
 _OWN_TYPES: dict[str, tuple[type, ...]] = {"b": (bool,), "i": (int,), "u": (int,)}
@@ -61,10 +61,10 @@ class Cells:
 Part: TypeAlias = Cells | Mapping[str, "Part"]
 
 
-def nest(cells: Mapping[Key, Cells]) -> dict[str, Any]:
-    """Return the cells of fields as a dict, nested like rows."""
+def nest(places: Mapping[Key, Any]) -> dict[str, Any]:
+    """Return what there is for each field, its cells say, as a dict, nested like rows."""
     root: dict[str, Any] = {}
-    for (*path, last), one in cells.items():
+    for (*path, last), one in places.items():
         place = root
         for name in path:
             place = place.setdefault(name, {})
@@ -91,10 +91,25 @@ def compile_put(parts: Sequence[Part]) -> Callable[..., bool]:
     lines: list[str] = []
     for name, part in zip(arguments, parts, strict=True):
         _add_lines(name, part, lines, scope)
+    errors = "KeyError, IndexError, TypeError, ValueError, OverflowError"
+    return compile_function(arguments, lines, scope, errors=errors)
+
+
+def compile_function(
+    arguments: Sequence[str], lines: Sequence[str], scope: dict[str, Any], *, errors: str
+) -> Callable[..., bool]:
+    """Return a function `put(row, *arguments)` of these lines.
+
+    Args:
+        arguments: Their names.
+        lines: The code. A `return False` ends it early; after the last line it returns True.
+        scope: The values of other names in the code.
+        errors: The exceptions for which it returns False, separated by commas.
+    """
     body = "\n".join(f"        {line}" for line in lines)
     source = (
         f"def put(row, {', '.join(arguments)}):\n    try:\n{body}\n"
-        "    except (KeyError, IndexError, TypeError, ValueError, OverflowError):\n        return False\n"
+        f"    except ({errors}):\n        return False\n"
         "    return True\n"
     )
     exec(source, scope)

@@ -108,26 +108,38 @@ class JoinMemory:
             if self.required.get(segment.episode) == segment.source:
                 del self.required[segment.episode]
 
-    def note_row(self, source: int, episode: int, *, joined: int | None, end: int | None) -> None:
-        """Record a single row that continued its episode or began one, as `BatchJoins.note` does for batches.
+    def note_row(
+        self, source: int, episode: int, *, joined: int | None, missed: bool = False, end: int | None
+    ) -> None:
+        """Record a single row that is not a restart, as `BatchJoins.note` does for batches.
 
         Args:
             source: Number of the row's source.
             episode: The row's episode.
             joined: crc32c of the row's observation, which equals the last next observation; None: the row
-                began the episode.
+                began the episode, or missed.
+            missed: Whether it continued the episode without joining it.
             end: crc32c of the row's next observation; None: the episode gets no more rows.
         """
         stream = self.streams.get(source)
         if stream is None:
             stream = self.streams[source] = _Stream()
-        if joined is not None and not stream.is_settled:
+        if missed:
+            self.joined.pop(episode, None)
+            stream.needed, stream.linked = _LINKED, False
+            stream.misses += 1
+        elif joined is not None and not stream.is_settled:
             self.count(source, episode, joined)
             stream.misses = 0
         if end is not None:
             self.ends[episode] = end
         elif self.joined:
             self.joined.pop(episode, None)
+
+    def is_restart(self, source: int, episode: int) -> bool:
+        """Return whether a single row that does not join its episode is a restart."""
+        stream = self.streams.get(source)
+        return stream is not None and stream.is_restart(self.joined.get(episode, ()))
 
     def count(self, source: int, episode: int, crc: int) -> None:
         """Count an observation that has joined."""
@@ -213,7 +225,7 @@ class BatchJoins:
         if runs:
             return not all(map(self._is_linked, runs))
         # The call does not show whether the source's rows chain, so earlier calls decide.
-        is_restart = stream is not None and stream.is_restart(memory.joined.get(episode, ()))
+        is_restart = memory.is_restart(source, episode)
         self.missed.append((source, episode, is_restart))
         return not is_restart
 

@@ -79,8 +79,8 @@ _NO_FLAGS, _NO_INTS, _NO_FLOATS = np.empty(0, np.bool_), np.empty(0, np.int64), 
 #: lane, trajectory, whether it begins an episode, row, count, stride, status, return (0.0 without rewards)
 Piece = tuple[int, int | None, bool | None, int, int, int, int, float]
 #: Consecutive rows of one source and one episode: number of the first row in the batch, number of rows, sum
-#: of their rewards (0.0 without rewards), and the episode's status after the last one.
-Run = tuple[int, int, float, int]
+#: of their rewards (0.0 without rewards), the episode's status after the last one, and the trajectory id.
+Run = tuple[int, int, float, int, int | None]
 
 
 def cut_lane(steps: Steps, kernels: ModuleType) -> list[Piece]:
@@ -253,12 +253,12 @@ class RowFacts:
 
 
 class RunReader:
-    """Cut rows of one lane without trajectory ids into runs; the same columns are refilled for each batch.
+    """Cut rows of one lane into runs; the same columns are refilled for each batch.
 
     Args:
         schema: The schema of the columns.
         keys: The fields' keys; each field has one value per row, and is not bfloat16.
-        columns: One array per field. Shapes `(n, *row shape)`.
+        columns: One array per field. Shapes `(n, *row shape)`. Of several rows none is a trajectory id.
     """
 
     def __init__(self, schema: Schema, keys: Keys, columns: Sequence[Array]) -> None:
@@ -275,6 +275,7 @@ class RunReader:
         self._says_why = keys.terminated is not None
         rewards = of(keys.reward)
         self._rewards: Array = np.zeros(self._count) if rewards is None else rewards
+        self._trajectory = of(keys.trajectory)
 
     def read(self) -> list[Run]:
         """Return the runs of the rows in the columns; all but the last end their episode."""
@@ -282,7 +283,8 @@ class RunReader:
             stopped, done = self._truncated.item(0), self._done.item(0)
             over = self._terminated.item(0) if self._says_why else done and not stopped
             status = TERMINATED if over else TRUNCATED if stopped or done else OPEN
-            return [(0, 1, float(self._rewards.item(0)), status)]
+            trajectory = None if self._trajectory is None else self._trajectory.astype(np.int64).item(0)
+            return [(0, 1, float(self._rewards.item(0)), status, trajectory)]
         terminated, truncated = find_ends(*self._ends)
         rewards, runs, start = self._rewards.tolist(), list[Run](), 0
         stopped = [] if truncated is None else truncated.nonzero()[0].tolist()
@@ -292,6 +294,6 @@ class RunReader:
             total = 0.0
             for reward in rewards[start : last + 1]:  # summed in the same order as `cut_lane`
                 total += reward
-            runs.append((start, last + 1 - start, total, ends.get(last, OPEN)))
+            runs.append((start, last + 1 - start, total, ends.get(last, OPEN), None))
             start = last + 1
         return runs

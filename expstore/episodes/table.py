@@ -275,11 +275,11 @@ class EpisodeTable:
         return Assignment(segments, numbers_of_rows, new_sources, restarted)
 
     def assign_runs(self, source: int, runs: Sequence[Run], flags: int, low: int) -> list[Segment] | None:
-        """Assign episodes and steps to rows of a source without trajectory ids, without changing the table.
+        """Assign episodes and steps to rows of a source, without changing the table.
 
         Args:
             source: Number of the source, which has written rows before.
-            runs: The rows. All runs but the last end their episode.
+            runs: The rows. All runs but the last end their episode. Only a single run has a trajectory id.
             flags: Flags of their segments: `NO_REWARD` or 0.
             low: The newest id that can no longer be read.
 
@@ -287,15 +287,24 @@ class EpisodeTable:
             A segment for each run; None: `assign` must decide.
         """
         self._low = low
-        open_episode, following = self._open.get((source, None)), self.next_episode
+        trajectory = runs[0][4]
+        if trajectory is not None:
+            if trajectory == -1:
+                return None  # such rows are not transitions, and are dropped
+            flags |= HAS_TRAJECTORY
+        open_episode, following, name = (
+            self._open.get((source, trajectory)),
+            self.next_episode,
+            trajectory or 0,
+        )
         segments = []
-        for start, rows, ret, status in runs:
+        for start, rows, ret, status, _ in runs:
             if open_episode is None:
-                segment = Segment(following, 0, 0, source, start, rows, 1, ret, status, flags | NEW)
+                segment = Segment(following, name, 0, source, start, rows, 1, ret, status, flags | NEW)
                 following += 1
             elif open_episode.status == OPEN:
                 number, step = open_episode.episode, open_episode.length
-                segment = Segment(number, 0, step, source, start, rows, 1, ret, status, flags)
+                segment = Segment(number, name, step, source, start, rows, 1, ret, status, flags)
                 open_episode = None
             else:
                 return None

@@ -108,6 +108,14 @@ def test_a_writer_without_a_storage_says_so() -> None:
 
 # -- samplers without a buffer ----------------------------------------------------------------------
 
+
+def by_staleness(lib: Any) -> Any:
+    """Return a sampler of a consumer whose policy is the newest that rows are from."""
+    sampler = lib.StalenessAwareSampler(version_key="episode")
+    sampler.consumer_version = 1
+    return sampler
+
+
 SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "random": lambda lib: lib.RandomSampler(),
     "without replacement": lambda lib: lib.SamplerWithoutReplacement(),
@@ -120,6 +128,10 @@ SAMPLERS: dict[str, Callable[[Any], Any]] = {
     "prioritized slices": lambda lib: lib.PrioritizedSliceSampler(
         10, alpha=0.7, beta=0.9, slice_len=2, traj_key="episode"
     ),
+    "streaming slices": lambda lib: lib.StreamingSliceSampler(slice_len=2, traj_key="episode"),
+    "consuming": lambda lib: lib.ConsumingSampler(2),
+    "staleness": by_staleness,
+    "prompt groups": lambda lib: lib.PromptGroupSampler(samples_per_group=2, group_key="episode"),
 }
 
 
@@ -195,6 +207,20 @@ def test_a_sampler_never_attached_draws() -> None:
     index, info = expstore.PrioritizedSampler().sample(storage, 3)
     assert index.shape == (3,)
     assert info["priority_weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_samplers_are_chosen_by_name(tmp_path: Path) -> None:
+    wanted = repr(expstore.PrioritizedSampler())
+    for kind in (expstore.ReplayBuffer, expstore.TensorDictReplayBuffer):
+        rb = kind(storage=expstore.LazyTensorStorage(10), sampler="prioritized", batch_size=64)
+        rb.extend(numbers(0, 4))
+        rb.update_priority(torch.arange(4), torch.tensor([0.0, 0.0, 0.0, 1e6]))
+        assert repr(rb.sampler) == wanted
+        assert (rb.sample()["x"] == 3).sum() > 60
+    with expstore.open(tmp_path / "a.exp", capacity=10, sampler="prioritized") as rb:
+        assert repr(rb.sampler) == wanted
+    with pytest.raises(expstore.ArgumentError, match="prioritized"):
+        expstore.ReplayBuffer(storage=expstore.LazyTensorStorage(10), sampler="priority")
 
 
 # -- priorities -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy as np
 
 from expstore.core import tuning
 from expstore.core.values import Array, cut_run
-from expstore.episodes.segmentation import OPEN
+from expstore.episodes.segmentation import HAS_TRAJECTORY, TERMINATED, TRUNCATED
 from expstore.episodes.table import NEW, NO_REWARD, Run, Segment
 from expstore.schema.row_fields import ROW_BYTES
 from expstore.schema.schema import Schema
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from expstore.storages.engine.store import Store
 
 __all__ = ["RowAppender"]
+
+#: How a row relates to the row before it in its episode: whether its observation is the next observation
+#: there. If not, the row may begin another episode (`_UNKNOWN`), which only `EpisodeTable.assign` decides.
+_UNKNOWN, _BEGINS, _JOINS, _MISSES = range(4)
 
 
 class RowAppender:
@@ -68,16 +72,19 @@ class RowAppender:
     def suits(store: Store, schema: Schema, rows: int) -> bool:
         """Return whether rows can be appended in this way.
 
-        They cannot if fields mark anything but rewards and ends, if each call is synced, if there is an
-        archive, if the best rows are kept, or if several rows are too long for the memtable.
+        They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory ids
+        or are too long for the memtable, if each call is synced, if there is an archive, or if the best rows
+        are kept.
         """
         keys, engine = store.keys, store.engine
-        named = [key for key in (keys.terminated, keys.truncated, keys.done, keys.reward) if key is not None]
+        roles = keys.terminated, keys.truncated, keys.done, keys.reward, keys.trajectory
+        named = [key for key in roles if key is not None]
         return (
             store.schema is schema
             and not schema.variable
             and all(schema[key].row_items == 1 and schema[key].dtype != "bfloat16" for key in named)
-            and keys.trajectory is keys.start is keys.mask is None
+            and keys.start is keys.mask is None
+            and (keys.trajectory is None or rows == 1)
             and not engine.durable
             and engine.archive is None
             and store.geometry.lanes == 1
@@ -93,8 +100,8 @@ class RowAppender:
             source: Name of the stream, in the session of the store; None: its unnamed stream.
             runs: The rows' episodes and steps, with rewards in the precision of their field; see
                 `EpisodeTable.assign_runs`.
-            linked: Whether the row's observation must equal the next observation of the preceding row in its
-                episode. Only for a single row.
+            linked: Whether the row's observation is compared with the next observation of the row before it in
+                its episode. Only for a single row.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.
@@ -115,8 +122,10 @@ class RowAppender:
             joins = table.joins
             segments = table.assign_runs(number, runs, self._flags, window.low) if number else None
             unsynced = last_id - engine.checkpointer.covered
+            relation = self._compare(joins, segments[0]) if linked and segments else _BEGINS
             if (
                 segments is None
+                or relation == _UNKNOWN
                 or store.snapshot_pin.first
                 or state.sampled is not None
                 or state.priorities.within
@@ -125,7 +134,6 @@ class RowAppender:
                 or last_id > engine.space.last_id
                 or unsynced > ring.spare
                 or not journal.fits(self._record.largest_size)
-                or (linked and not self._follows(joins, segments[0]))
             ):
                 return 0
             if 2 * unsynced > ring.spare:
@@ -156,27 +164,35 @@ class RowAppender:
                 engine.health.note_interruption()
                 raise
             if linked and joins.pairs:
-                self._note_join(joins, segments[0])
+                self._note_join(joins, segments[0], relation)
             engine.shared.publish(last_id, sequence, drained=False)
             engine.background.note()
             store.counters.extends += 1
         return first_id
 
-    def _follows(self, joins: JoinMemory, segment: Segment) -> bool:
-        """Return whether the row certainly continues its episode, or begins one."""
+    def _compare(self, joins: JoinMemory, segment: Segment) -> int:
+        """Return how a row relates to the row before it in its episode."""
         if joins.schema is not self._schema:
-            return False
-        new = segment.flags & NEW or not joins.pairs
-        return bool(new) or joins.ends.get(segment.episode) == self._sum(joins, 0)
+            return _UNKNOWN
+        if segment.flags & NEW or not joins.pairs:
+            return _BEGINS
+        end = joins.ends.get(segment.episode)
+        if end is None:
+            return _UNKNOWN
+        if end == self._sum(joins, 0):
+            return _JOINS
+        return _UNKNOWN if joins.is_restart(segment.source, segment.episode) else _MISSES
 
-    def _note_join(self, joins: JoinMemory, segment: Segment) -> None:
+    def _note_join(self, joins: JoinMemory, segment: Segment, relation: int) -> None:
         """Record the row's observations, with which the next row is compared."""
-        new, ends = segment.flags & NEW, segment.status != OPEN
+        status = segment.status
+        is_over = status == TERMINATED or (status == TRUNCATED and not segment.flags & HAS_TRAJECTORY)
         joins.note_row(
             segment.source,
             segment.episode,
-            joined=None if new else self._sum(joins, 0),
-            end=None if ends else self._sum(joins, 1),
+            joined=self._sum(joins, 0) if relation == _JOINS else None,
+            missed=relation == _MISSES,
+            end=None if is_over else self._sum(joins, 1),
         )
 
     def _sum(self, joins: JoinMemory, side: int) -> int:

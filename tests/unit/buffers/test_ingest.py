@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+import expstore
 from expstore import MemoryStorage, NotReadyError, SchemaError
 from expstore.buffers.indexing import RowIndex
 from expstore.buffers.ingest import Ingest, WriteOptions
@@ -136,3 +138,16 @@ def test_another_schema_is_read_by_another_reader() -> None:
     wide = TensorDict({"wide": torch.zeros(2, 5)}, [2])
     assert writes.ingest.append(wide, WriteOptions()).tolist() == [0, 1]
     assert (len(former), len(writes.store.storage)) == (3, 2)
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_the_bits_of_bfloat16_are_no_values_of_it(tmp_path: Path, single: bool) -> None:
+    with expstore.open(tmp_path / "a.exp", capacity=10) as rb:
+        for _ in range(2):  # the first rows fix what later ones are compared with
+            rb.extend(TensorDict({"a": torch.ones(2, 3, dtype=torch.bfloat16)}, [2]))
+        bits = torch.ones((3,) if single else (1, 3), dtype=torch.uint16)
+        write = rb.add if single else rb.extend
+        for rows in ({"a": bits.numpy()}, TensorDict({"a": bits}, [] if single else [1])):
+            with pytest.raises(expstore.SchemaError, match="uint16"):
+                write(rows)
+        assert rb[:]["a"].tolist() == [[1.0] * 3] * 4

@@ -34,4 +34,16 @@ def test_runs_are_those_of_a_batch(names: tuple[str, ...], count: int, rewarded:
         terminated, truncated, rewards = RowFacts(schema, keys).read(columns)
         steps = Steps(count=count, terminated=terminated, truncated=truncated, rewards=rewards)
         pieces, _ = cut_batch(steps)
-        assert reader.read() == [(row, rows, ret, status) for _, _, _, row, rows, _, status, ret in pieces]
+        runs = [(row, rows, ret, status, None) for _, _, _, row, rows, _, status, ret in pieces]
+        assert reader.read() == runs
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint8", "uint64"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_row_may_have_a_trajectory_id(dtype: str, shape: tuple[int, ...]) -> None:
+    schema = Schema((Field(("episode",), dtype, shape), Field(("reward",), "float32", ())))
+    columns = [np.zeros((1, *entry.shape), entry.numpy_dtype) for entry in schema.fields]
+    reader = RunReader(schema, find_keys(schema), columns)
+    for number in (0, 7, np.iinfo(dtype).max if dtype != "uint64" else 2**63 - 1):
+        columns[0][:] = number
+        assert reader.read() == [(0, 1, 0.0, 0, number)]
