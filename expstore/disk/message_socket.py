@@ -143,6 +143,9 @@ class MessageSocket:
         """Close this end."""
         self._sock.close()
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class Listener:
     """Accept connections of the processes of this user.

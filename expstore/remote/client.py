@@ -576,6 +576,27 @@ class RemoteReplayBuffer(LocalOnly):
         return True
 
     @property
+    def shared(self) -> bool:
+        """Always True: copies in other processes write over connections of their own."""
+        return True
+
+    def share(self, shared: bool = True) -> Self:
+        """Return the buffer: its copies in other processes can write as they are.
+
+        Args:
+            shared: Must be True.
+
+        Raises:
+            RemoteError: It is False.
+        """
+        if not shared:
+            raise RemoteError(
+                "a connection cannot forbid other processes to write", kind="local_only",
+                hint="give them no token that may write",
+            )  # fmt: skip
+        return self
+
+    @property
     def schema(self) -> Schema | None:
         """The fields; None before the first rows."""
         fields = self._json("GET", "")["fields"]

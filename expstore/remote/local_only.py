@@ -92,13 +92,6 @@ class LocalOnly:
     query = _refuse("query", "use sql(), then read each trajectory(episode_id)")
     to_torch_dataset = _refuse("to_torch_dataset", "iterate over the buffer: it prefetches batches")
     refresh = synchronize = _refuse("refresh", "nothing: every answer is from the store as it is now")
-    _storage = _Elsewhere()
-    #: Collectors with several processes read it, and call `share` if it is False.
-    shared = False
-    share = _refuse(
-        "sharing",
-        "a multi-process collector cannot write over it yet: call extend() with the batches that it "
-        "yields, or let every process connect() and run a Collector",
-    )
+    _storage, _sampler = _Elsewhere(), None
     client = start = shutdown = _refuse("sharing", "connect() wherever the rows are wanted")
     is_alive = service_backend = property(_refuse("sharing", "connect() wherever the rows are wanted"))

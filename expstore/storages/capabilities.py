@@ -68,8 +68,8 @@ class RowAppending(Protocol):
         Args:
             source: Name of the stream, in the storage's own session; None: the unnamed one.
             runs: The rows' episodes and steps, with rewards in the precision of their field.
-            linked: Whether the row's observation is compared with the next observation of the row before it in
-                its episode. Only for a single row.
+            linked: Whether the row's observation is compared with the next observation of the row before it
+                in its episode. Only for a single row.
 
         Raises:
             StateError: The storage cannot be written.

@@ -21,11 +21,14 @@ EPISODES = (3, 4, 7)
 
 
 class Counting(EnvBase):
-    """Return worker, episode and step as observation; episodes end after `length` steps."""
+    """Return worker, episode and step as observation; episodes end after `length` steps.
 
-    def __init__(self, worker: int) -> None:
+    By default after `EPISODES[worker]` steps.
+    """
+
+    def __init__(self, worker: int, length: int | None = None) -> None:
         super().__init__(device="cpu", batch_size=[])
-        self.worker, self.length = worker, EPISODES[worker]
+        self.worker, self.length = worker, EPISODES[worker] if length is None else length
         self.episode, self.at = -1, 0
         self.observation_spec = Composite(observation=Unbounded((3,), dtype=torch.int64))
         self.action_spec = Categorical(2)
@@ -61,8 +64,8 @@ class Counting(EnvBase):
 class Make:
     """Create the environment of a worker, in the worker."""
 
-    def __init__(self, worker: int) -> None:
-        self.worker = worker
+    def __init__(self, worker: int, length: int | None = None) -> None:
+        self.worker, self.length = worker, length
 
     def __call__(self) -> Counting:
-        return Counting(self.worker)
+        return Counting(self.worker, self.length)

@@ -72,9 +72,9 @@ class RowAppender:
     def suits(store: Store, schema: Schema, rows: int) -> bool:
         """Return whether rows can be appended in this way.
 
-        They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory ids
-        or are too long for the memtable, if each call is synced, if there is an archive, or if the best rows
-        are kept.
+        They cannot if fields mark that a row starts an episode or is masked, if several rows have trajectory
+        ids or are too long for the memtable, if each call is synced, if there is an archive, or if the best
+        rows are kept.
         """
         keys, engine = store.keys, store.engine
         roles = keys.terminated, keys.truncated, keys.done, keys.reward, keys.trajectory
@@ -100,8 +100,8 @@ class RowAppender:
             source: Name of the stream, in the session of the store; None: its unnamed stream.
             runs: The rows' episodes and steps, with rewards in the precision of their field; see
                 `EpisodeTable.assign_runs`.
-            linked: Whether the row's observation is compared with the next observation of the row before it in
-                its episode. Only for a single row.
+            linked: Whether the row's observation is compared with the next observation of the row before it
+                in its episode. Only for a single row.
 
         Raises:
             StateError: The store is closed, not open for writing, or poisoned.

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,7 +39,6 @@ from expstore.errors import (
 from expstore.remote.transport import Address
 from tests.support import warm_processes
 from tests.support.arrow_bodies import batch_of
-from tests.support.counting_env import Make
 from tests.support.servers import Serving
 from tests.support.tcp_proxy import Proxy
 
@@ -402,21 +400,14 @@ def test_calls_that_need_local_rows_are_refused_with_a_hint(server: Serving, fol
     assert caught.value.hint
 
 
-def test_torchrls_multiprocess_collectors_are_refused_with_a_reason(server: Serving, name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+def test_a_connection_is_shared_as_it_is(server: Serving, name: str) -> None:
+    """Collectors of several processes ask; tests/conformance/test_torchrl_collectors.py runs them."""
     with connect(server, name) as rb:
-        for kind in (MultiSyncCollector, MultiAsyncCollector):
-            with pytest.raises(RemoteError, match="sharing") as caught:
-                kind([Make(0), Make(1)], None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
-            assert caught.value.kind == "local_only"
-            assert "a multi-process collector" in caught.value.hint
-        collector = Collector(Make(0)(), None, frames_per_batch=10, total_frames=50, replay_buffer=rb)
-        for _ in collector:
-            pass
-        collector.shutdown()
-        assert len(rb) == 50
+        assert rb.shared
+        assert rb.share() is rb
+        with pytest.raises(RemoteError, match="cannot forbid") as caught:
+            rb.share(False)
+        assert caught.value.kind == "local_only"
 
 
 def test_every_name_of_the_buffer_is_there() -> None:
