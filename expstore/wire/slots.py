@@ -108,9 +108,9 @@ class Slot:
     @staticmethod
     def space_for(call: Call, layouts: Sequence[ColumnLayout]) -> int:
         """Return how many bytes a slot needs for a call and its answer."""
-        at = _aligned(_TEXT_AT + len(call.text))
+        at = _align(_TEXT_AT + len(call.text))
         for layout in layouts:
-            at = _aligned(at + layout.bytes_of(call.rows))
+            at = _align(at + layout.bytes_of(call.rows))
         return max(at + call.tail, _TEXT_AT + 8 * call.rows)
 
     # -- the caller ----------------------------------------------------------------------------------
@@ -189,13 +189,13 @@ class Slot:
         last = (len(call.text), call.rows, layouts)
         if self._last is not None and self._last[:2] == last[:2] and self._last[2] is layouts:
             return self._views
-        views, at = [], _aligned(_TEXT_AT + len(call.text))
+        views, at = [], _align(_TEXT_AT + len(call.text))
         for layout in layouts:
             size = layout.bytes_of(call.rows)
             if at + size > self.size:
                 raise StorageError(f"{call.rows} rows do not fit into {self.size} bytes of shared memory")
             views.append(self._memory[at : at + size].view(layout.dtype).reshape(call.rows, *layout.shape))
-            at = _aligned(at + size)
+            at = _align(at + size)
         self._last, self._views = last, views
         return views
 
@@ -226,13 +226,13 @@ class Slot:
 
     @staticmethod
     def _tail_at(call: Call, layouts: Sequence[ColumnLayout]) -> int:
-        at = _aligned(_TEXT_AT + len(call.text))
+        at = _align(_TEXT_AT + len(call.text))
         for layout in layouts:
-            at = _aligned(at + layout.bytes_of(call.rows))
+            at = _align(at + layout.bytes_of(call.rows))
         return at
 
 
-def _aligned(at: int) -> int:
+def _align(at: int) -> int:
     return -(-at // _ALIGNMENT) * _ALIGNMENT
 
 
